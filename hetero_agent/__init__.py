@@ -1,0 +1,3 @@
+"""hetero-agent: the one authority on a node for its accelerators."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""State and decisions: pure, synchronous, stdlib only, no clock and no I/O."""

@@ -1,0 +1,163 @@
+"""What the engine needs of each edge, as types; the edges fit them without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hetero_agent.core.effects import Changes, Effect, Restored, Terminate
+from hetero_agent.core.events import Event, Token
+from hetero_agent.core.model import (
+    AuditRecord,
+    Binding,
+    Cordon,
+    Device,
+    DeviceRecord,
+    Instant,
+    Lease,
+    Node,
+    Options,
+    ProcessRef,
+)
+
+#: Hand an event to the engine, from the loop's thread.
+Submit = Callable[[Event], None]
+
+
+class Ledger(Protocol):
+    """The lease ledger with the audit outbox, SQLite in the runtime directory."""
+
+    def load(self, now: Instant) -> Restored:
+        """Read all; rows of another boot are given as they are (the governor closes them)."""
+
+    def commit(self, changes: Changes) -> None:
+        """Store all of CHANGES in one transaction.  Raises OSError; nothing is stored then."""
+
+    def outbox(self, after: int, limit: int) -> list[AuditRecord]:
+        """Return records not yet taken by the journal, SEQUENCE above AFTER, in order."""
+
+    def taken(self, sequences: Sequence[int]) -> None:
+        """Forget outbox rows that the journal has taken."""
+
+    def close(self) -> None:
+        """Close the file; leases stay in it."""
+
+
+class Lasting(Protocol):
+    """What outlives a reboot; a thread writes it, the loop never waits."""
+
+    def store_cordon(self, device: str, cordon: Cordon | None, done: Callable[[str], None]) -> None:
+        """Write a cordon; DONE is called on the loop with the error text, "" for success."""
+
+    def note(self, changes: Changes) -> None:
+        """Take counts and history of CHANGES along; written soon, lost without harm."""
+
+    def close(self) -> None:
+        """Write what is pending (bounded time) and close."""
+
+
+class Access(Protocol):
+    """The one door to what a lease gives."""
+
+    async def prepare(self, lease: Lease, records: Sequence[DeviceRecord]) -> dict[str, object]:
+        """Make the effects, check the nodes against the kernel, return the manifest.
+        Raises AccessError (ValueError) with all undone."""
+
+    async def revoke(self, lease: str) -> None:
+        """Undo, whole or half, as often as called."""
+
+
+class Holders(Protocol):
+    """Who has nodes open, whose process it is, and ending it."""
+
+    def request_scan(self, targets: dict[str, tuple[Node, ...]]) -> None:
+        """Have these devices scanned soon; answers with Scanned."""
+
+    def watch_nodes(self, device: str, record: DeviceRecord | None) -> None:
+        """Report Opened and Closed for the own nodes of a device."""
+
+    def watch_process(self, lease: str, binding: Binding) -> None:
+        """Report OwnerGone(lease, "pid") when the bound process ends, at once if it has."""
+
+    def unwatch_process(self, lease: str) -> None:
+        """Forget it."""
+
+    def terminate(self, order: Terminate, nodes: tuple[Node, ...]) -> None:
+        """Carry out a Terminate; answers with Signalled."""
+
+
+class Publisher(Protocol):
+    """The bus side of the news effects."""
+
+    def publish(self, effects: Sequence[Effect]) -> None:
+        """Update objects and queue signals; PropertiesChanged goes once per object and turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What /proc says of a process that a caller wants to bind: its real, effective, saved and
+    filesystem uid, and the systemd unit its cgroup lies in ("" for none)."""
+
+    ref: ProcessRef
+    uids: tuple[int, int, int, int]
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What Explain answers.  VERDICT is ``now``, ``later`` (enough devices exist, but not all
+    are free) or ``never`` (this host can't satisfy it); CHOSEN what a grant would take now;
+    NOTE what the policy could not do; DEVICES (id, state, eligible, reason) of the resource."""
+
+    verdict: str
+    text: str
+    chosen: tuple[str, ...] = ()
+    note: str = ""
+    devices: tuple[tuple[str, str, bool, str], ...] = field(default=())
+
+
+class View(Protocol):
+    """What the bus may read of the governor (never changes anything)."""
+
+    epoch: str
+    generation: int
+    ready: bool
+    devices: Mapping[str, Device]
+    leases: Mapping[str, Lease]
+
+    def resources(self) -> Mapping[str, Mapping[str, int]]:
+        """Per resource: one count per state, plus ``total`` and ``allocatable``."""
+
+    def find_device(self, name: str) -> Device | None:
+        """The device with this id or alias."""
+
+    def blocked_by(self, device: str) -> tuple[str, ...]:
+        """The relatives that keep it from being granted."""
+
+    def history(self, device: str, most: int) -> Sequence[AuditRecord]:
+        """Its last transitions, oldest first, at most MOST (and never over 20)."""
+
+    def explain(self, resource: str, count: int, options: Options) -> Explanation:
+        """What Allocate would do now, by the same code path; grants nothing."""
+
+    def usage(self) -> Mapping[str, int]:
+        """What is in use of each limit, by the limit's key (leases, waiting, ...)."""
+
+
+class Engine(Protocol):
+    """The one writer, as the bus sees it."""
+
+    @property
+    def view(self) -> View:
+        """The governor, to read."""
+
+    def now(self) -> Instant:
+        """This moment."""
+
+    def submit(self, event: Event) -> None:
+        """Take a fact."""
+
+    async def call(self, make: Callable[[Token], Event]) -> str:
+        """Submit the call that MAKE builds around a fresh token and return the reply's JSON
+        text.  Raises Refusal."""
