@@ -285,9 +285,9 @@ class RequestRecord:
     """A mutating call that was answered (or is being granted).
 
     FINGERPRINT is a digest of the arguments.  BODY is the reply as JSON text ("" while the
-    grant is being prepared).  LEASE is the lease it concerns ("" for none).  ENDED is the boot
-    time at which that lease ended, 0 while it lives; REAL the realtime of the last change, for
-    forgetting it after a day across reboots.
+    grant is being prepared).  LEASE is the lease it concerns ("" for none).  ENDED says that
+    this lease has ended: the id is spent.  BOOT is the boot time of the answer, then of the
+    end; a day after it the record is forgotten.
     """
 
     key: RequestKey
@@ -295,7 +295,7 @@ class RequestRecord:
     body: str = ""
     lease: str = ""
     ended: bool = False
-    real: int = 0
+    boot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +341,11 @@ class Lease:
 class Debt:
     """A device whose return is not proven yet.
 
-    LEASE is the ended lease ("" after Reap of an outsider), SINCE the boot time from which a
-    clean scan must have started, DEADLINE the boot time after which the device is faulty.
-    OVERDUE is set then.  KILL says that holders are ended (TERM, later KILL); KILL_AT is the
-    boot time of the next signal, TERMED the processes that got SIGTERM already.  NODES are the
-    own nodes to look for even if the record has none now.
+    LEASE is the ended lease ("" after Reap of an outsider), UID its uid, SINCE the boot time
+    from which a clean scan must have started, DEADLINE the boot time after which the device is
+    faulty; OVERDUE is set then.  INCOMPLETE says that the last scan could not see all that
+    matters.  With ON_END kill the lease's own holders are ended, with TARGETS (Reap) the named
+    ones.  NODES are the own nodes to look for, even if the record has none any more.
     """
 
     device: str
@@ -356,7 +356,7 @@ class Debt:
     overdue: bool = False
     incomplete: bool = False
     on_end: OnEnd = OnEnd.WAIT
-    kill_at: int = 0
+    targets: tuple[ProcessRef, ...] = ()
     nodes: tuple[Node, ...] = ()
     binding: Binding = field(default_factory=Binding)
 
