@@ -1,0 +1,41 @@
+# Targets for people and for .ci/run.  Python is the distribution's: it has the libraries.
+PYTHON := /usr/bin/python3
+TESTS  ?= tests
+LINT   := .lint/bin
+
+.PHONY: help setup demo test lint types format bench clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: ## install the Debian packages that are missing
+	@.ci/setup
+
+demo: setup ## the agent on a private bus: discovery, a lease, a stranger, a fault; about half a minute
+	@$(PYTHON) examples/demo.py
+
+test: setup ## run the tests; TESTS=path chooses some
+	$(PYTHON) -m pytest $(TESTS)
+
+lint: .lint/ready ## ruff: rules and format
+	$(LINT)/ruff check .
+	$(LINT)/ruff format --check .
+
+types: .lint/ready ## mypy, strict
+	$(LINT)/mypy --python-executable $(PYTHON)
+
+format: .lint/ready ## put the sources into ruff's format
+	$(LINT)/ruff check --fix .
+	$(LINT)/ruff format .
+
+bench: setup ## measure latency, uevent to signal, memory, idle CPU against the aims
+	@$(PYTHON) bench/run.py
+
+clean: ## remove what the other targets made
+	rm -rf .lint .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.lint/ready: .ci/requirements-lint.txt | setup
+	$(PYTHON) -m venv .lint
+	$(LINT)/pip install --quiet --disable-pip-version-check --requirement .ci/requirements-lint.txt
+	touch $@
