@@ -1,0 +1,159 @@
+"""Who may import what (docs/architecture.md): the law that keeps the core pure and the edges apart."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.process import ROOT
+
+PACKAGE = ROOT / "hetero_agent"
+
+#: Modules that hold only words: every part may use them.
+WORDS = {"names", "text"}
+
+#: Part -> the other parts of hetero_agent that it may import.  A part is a package or a module
+#: directly in hetero_agent; importing itself is always allowed.
+EDGE = WORDS | {"config", "core"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "names": set(),
+    "text": set(),
+    "config": {"text", "names"},
+    "faultpoints": set(),
+    "core": set(),
+    "discovery": EDGE,
+    "profiles": set(),
+    "providers": EDGE,
+    "health": EDGE,
+    "holders": EDGE,
+    "access": EDGE,
+    "store": EDGE,
+    "audit": EDGE,
+    "bus": EDGE,
+    "interfaces": set(),
+    "supervision": EDGE,
+    "engine": WORDS | {"core", "faultpoints"},
+    "client": WORDS | {"core"},
+    "cli": WORDS | {"client"},
+    "sim": WORDS | {"client"},
+}
+
+#: The one module that wires the agent: it may import every part of it, and none of its clients.
+WIRING = "daemon"
+CLIENTS = {"client", "cli", "sim", "bridges"}
+
+#: Library -> the parts that may import it.
+LIBRARIES: dict[str, set[str]] = {
+    "dbus_next": {"bus", "client"},
+    "pyudev": {"discovery"},
+    "systemd": {"audit"},
+    "sdnotify": {"supervision"},
+}
+
+#: Core gets time and chance from its caller and does no I/O: it may not even import the means.
+NOT_IN_CORE = {
+    "asyncio", "concurrent", "ctypes", "io", "logging", "multiprocessing", "os", "pathlib", "random",
+    "secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys",
+    "tempfile", "threading", "time", "uuid",
+}  # fmt: skip
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield node.lineno, "." * node.level
+            elif node.module == "hetero_agent":
+                for alias in node.names:
+                    yield node.lineno, f"hetero_agent.{alias.name}"
+            else:
+                yield node.lineno, node.module or ""
+
+
+def breaches(part: str, source: str) -> list[str]:
+    """Return what in SOURCE, a module of PART, breaks the law."""
+    found = []
+    for line, name in _imports(ast.parse(source)):
+        top, _, rest = name.partition(".")
+        if name.startswith("."):
+            found.append(f"line {line}: relative import; write the whole name")
+        elif top == "hetero_agent":
+            other = rest.partition(".")[0]
+            if other in (part, "__version__", ""):
+                continue
+            allowed = other not in CLIENTS if part == WIRING else other in MAY_IMPORT[part]
+            if not allowed:
+                found.append(f"line {line}: {part} may not import hetero_agent.{other}")
+        elif top in sys.stdlib_module_names:
+            if part == "core" and top in NOT_IN_CORE:
+                found.append(f"line {line}: core may not import {top}")
+        elif part not in LIBRARIES.get(top, set()):
+            found.append(f"line {line}: {part} may not import {top}")
+    return found
+
+
+def _modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _part(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_keeps_the_law(path: Path) -> None:
+    part = _part(path)
+    assert part in MAY_IMPORT or part in (WIRING, "__init__"), f"{part} has no place in the law"
+    if part == "__init__":
+        assert list(_imports(ast.parse(path.read_text()))) == []
+    else:
+        assert breaches(part, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "breach"),
+    [
+        ("core", "import time", "core may not import time"),
+        ("core", "def f():\n    from os import path", "core may not import os"),
+        ("core", "from hetero_agent.text import printable", "core may not import hetero_agent.text"),
+        ("core", "import dbus_next", "core may not import dbus_next"),
+        ("holders", "from hetero_agent.store import ledger", "holders may not import hetero_agent.store"),
+        ("store", "from hetero_agent import bus", "store may not import hetero_agent.bus"),
+        ("engine", "from hetero_agent.config import Config", "engine may not import hetero_agent.config"),
+        ("cli", "from hetero_agent.bus.contract import load", "cli may not import hetero_agent.bus"),
+        ("sim", "import dbus_next.aio", "sim may not import dbus_next"),
+        ("providers", "import pyudev", "providers may not import pyudev"),
+        ("daemon", "from hetero_agent.client import Agent", "daemon may not import hetero_agent.client"),
+        ("bus", "from . import contract", "relative import; write the whole name"),
+        ("access", "import pyroute2", "access may not import pyroute2"),
+        ("client", "import yaml", "client may not import yaml"),
+    ],
+)
+def test_breach_is_found(part: str, source: str, breach: str) -> None:
+    assert [text.partition(": ")[2] for text in breaches(part, source)] == [breach]
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("core", "import enum\nfrom hetero_agent.core.model import Device"),
+        ("discovery", "import pyudev\nimport os\nfrom hetero_agent import names, text"),
+        ("bus", "from dbus_next.aio import MessageBus\nfrom hetero_agent.core import events"),
+        (
+            "daemon",
+            "import hetero_agent\nfrom hetero_agent import engine\nfrom hetero_agent.bus import service",
+        ),
+        ("cli", "from hetero_agent import __version__\nfrom hetero_agent.client import Agent"),
+    ],
+)
+def test_lawful_import_passes(part: str, source: str) -> None:
+    assert breaches(part, source) == []
