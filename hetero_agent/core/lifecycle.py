@@ -163,12 +163,12 @@ class Rule:
     says: str
     fits: Callable[[Facts], bool]
     state: State | None
-    reason: Callable[[Facts], str]
+    reason: str | Callable[[Facts], str] = ""
 
 
 #: The first rule that fits gives the state; None means the object is removed.
 SETTLE: tuple[Rule, ...] = (
-    Rule("absent", lambda f: not f.present, None, lambda f: "absent"),
+    Rule("absent", lambda f: not f.present, None, "absent"),
     Rule(
         "return unproven past its deadline",
         lambda f: f.unproven and f.overdue,
@@ -176,7 +176,7 @@ SETTLE: tuple[Rule, ...] = (
         lambda f: "scan-incomplete" if f.incomplete else "reclaim-timeout",
     ),
     Rule("return unproven", lambda f: f.unproven, S.RECLAIMING, lambda f: f.held_by),
-    Rule("cordoned", lambda f: f.cordoned, S.OFFLINE, lambda f: "cordoned"),
+    Rule("cordoned", lambda f: f.cordoned, S.OFFLINE, "cordoned"),
     Rule(
         "no driver, no node, or bound to vfio-pci",
         lambda f: f.obstacle is not Obstacle.NONE,
@@ -184,7 +184,7 @@ SETTLE: tuple[Rule, ...] = (
         lambda f: f.obstacle.value,
     ),
     Rule("unhealthy", lambda f: f.health is Health.UNHEALTHY, S.FAULTY, lambda f: f.evidence or "unhealthy"),
-    Rule("its provider is gone", lambda f: f.provider_gone, S.FAULTY, lambda f: "provider-gone"),
+    Rule("its provider is gone", lambda f: f.provider_gone, S.FAULTY, "provider-gone"),
     Rule(
         "no probe or no complete scan yet",
         lambda f: not (f.probed and f.scanned),
@@ -192,7 +192,7 @@ SETTLE: tuple[Rule, ...] = (
         lambda f: "not probed" if not f.probed else "not scanned",
     ),
     Rule("a holder outside any lease", lambda f: f.occupied, S.OCCUPIED, lambda f: f.held_by),
-    Rule("else", lambda f: True, S.IDLE, lambda f: ""),
+    Rule("else", lambda _: True, S.IDLE),
 )
 
 
@@ -200,7 +200,8 @@ def settle(facts: Facts) -> tuple[State | None, str]:
     """Return the state of a device that no lease has, and why; None: it is gone."""
     for rule in SETTLE:
         if rule.fits(facts):
-            return rule.state, rule.reason(facts)
+            reason = rule.reason
+            return rule.state, reason if isinstance(reason, str) else reason(facts)
     raise AssertionError("the last rule fits always")
 
 

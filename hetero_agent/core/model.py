@@ -111,6 +111,10 @@ class Instant(NamedTuple):
     real: int
 
 
+#: No moment at all.
+NEVER = Instant(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A device node.  KIND is ``char``, ``block`` or ``file`` (virtual devices only).
@@ -320,7 +324,7 @@ class Lease:
     granted: bool = False
     confirmed: bool = False
     result: Result = Result.NONE
-    ended: Instant = Instant(0, 0)
+    ended: Instant = NEVER
     deadline: int = 0
     binding: Binding = field(default_factory=Binding)
     on_fault: OnFault = OnFault.MARK

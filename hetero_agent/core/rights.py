@@ -1,0 +1,89 @@
+"""Who may be bound, whose a holder is, and who may be signalled (design section 5).
+
+A lease bound to somebody else's process, with "kill" on its end, would be a weapon; so would a
+file descriptor passed to a service or inherited by a setuid program.  Hence: one may bind only
+what is wholly one's own, and the agent signals only what is wholly the lease's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hetero_agent.core.model import Holder, Lease, ProcessRef
+from hetero_agent.core.ports import ProcessFacts
+
+
+def may_bind_pid(actor_uid: int, facts: ProcessFacts) -> str:
+    """Return "" if a caller with this uid may bind the process, else the reason why not."""
+    if actor_uid == 0 or all(uid == actor_uid for uid in facts.uids):
+        return ""
+    return f"process {facts.ref.pid} does not run wholly as uid {actor_uid}; bind one that does"
+
+
+def may_bind_unit(actor_uid: int, caller_unit: str, unit: str) -> str:
+    """Return "" if a caller running in CALLER_UNIT may bind UNIT, else the reason why not."""
+    if actor_uid == 0 or (unit and unit == caller_unit):
+        return ""
+    return "only root may bind a unit that the caller does not run in"
+
+
+def belongs(holder: Holder, lease: Lease, known: Collection[ProcessRef]) -> bool:
+    """Tell whether HOLDER is the lease's: in its process tree, unit, or, when it is bound to
+    neither, of its uid.  KNOWN are processes that were seen in its tree before (a daemon's
+    parent may have gone since)."""
+    if lease.uid != 0 and lease.uid not in holder.uids:
+        return False
+    binding = lease.binding
+    if binding.unit is not None and holder.unit == binding.unit.name:
+        return True
+    if binding.pid is not None:
+        bound = binding.pid
+        return (
+            holder.ref == bound
+            or bound.pid in holder.ancestors
+            or holder.ref in known
+            or any(ref.pid in holder.ancestors for ref in known)
+        )
+    if binding.unit is not None:
+        return False
+    return lease.uid in holder.uids
+
+
+def is_system(holder: Holder, units: Collection[str]) -> bool:
+    """Tell whether the system itself keeps HOLDER: its cgroup is the unit's in system.slice.
+
+    Only the service manager places processes there, so the cgroup is proof where the path of
+    an executable would be none.
+    """
+    return holder.unit in units and holder.cgroup.startswith("/system.slice/")
+
+
+def may_signal(holder: Holder, lease_uid: int, own_kin: bool) -> str:
+    """Return "" if HOLDER may be ended for a lease of LEASE_UID, else the reason why not.
+
+    OWN_KIN says that it lies in the lease's tree, cgroup or unit, which is what a root lease
+    goes by.  The edge checks again, at the moment of the signal, that it still is that process
+    and still holds the device, and spares pid 1, kernel threads, the agent and its bus.
+    """
+    if holder.pid <= 1:
+        return "pid 1 is never ended"
+    if lease_uid == 0:
+        return "" if own_kin else f"process {holder.pid} is not in the lease's tree or unit"
+    if 0 in holder.uids:
+        return f"process {holder.pid} has uid 0 among its uids"
+    if any(uid != lease_uid for uid in holder.uids):
+        return f"process {holder.pid} does not run wholly as uid {lease_uid}"
+    return ""
+
+
+def may_reap(holder: Holder, lease_uid: int | None) -> str:
+    """Return "" if an administrator's Reap may end HOLDER, else the reason why not.
+
+    LEASE_UID is the uid of the lease that the device comes back from, None for none: a uid-0
+    process is never ended for another's lease.
+    """
+    if holder.pid <= 1:
+        return "pid 1 is never ended"
+    if lease_uid not in (None, 0) and 0 in holder.uids:
+        return f"process {holder.pid} has uid 0 and the lease had not"
+    return ""
