@@ -268,7 +268,13 @@ class Outcome:
 
 @dataclass(slots=True)
 class Restored:
-    """What the ledger and the lasting store give back at start."""
+    """What the ledger and the lasting store give back at start.
+
+    OTHER_BOOT are the leases, OTHER_BOOT_DEBTS the devices of debts, whose rows were written in
+    another boot: their processes are gone and their boot times mean nothing.  COUNTS and HISTORY
+    are by serial, else id.  SEQUENCE and GENERATION are the last ones that may have been used.
+    NOTES say what was damaged, quarantined or set aside.
+    """
 
     leases: list[Lease] = field(default_factory=list)
     debts: list[Debt] = field(default_factory=list)
@@ -277,6 +283,8 @@ class Restored:
     cordons: list[Cordon] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     history: dict[str, list[AuditRecord]] = field(default_factory=dict)
+    other_boot: set[str] = field(default_factory=set)
+    other_boot_debts: set[str] = field(default_factory=set)
     sequence: int = 0
     generation: int = 0
     notes: list[str] = field(default_factory=list)
