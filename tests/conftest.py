@@ -13,6 +13,7 @@ import pytest
 from tests.support import process
 from tests.support.agent import AgentProcess, SimProcess
 from tests.support.bus import PrivateBus
+from tests.support.vendor import Vendor
 
 _SKIPS = Path(__file__).with_name("skips.txt")
 _LOG_SHOWN = 20_000
@@ -95,6 +96,13 @@ def sim(agent: AgentProcess) -> Iterator[SimProcess]:
         yield one.start()
     finally:
         one.close()
+
+
+@pytest.fixture
+def vendor(agent: AgentProcess) -> Iterator[Vendor]:
+    """A provider of `agent` without devices, its calls made by GLib."""
+    with Vendor(agent) as one:
+        yield one
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -34,6 +34,11 @@ udev-source = "kernel"
 
 [providers.sim]
 directory = "{directory}/sim"
+resources = ["example.com/npu", "example.com/fpga"]
+
+[providers.vendor]
+directory = "{directory}/vendor"
+resources = ["example.com/npu", "example.com/fpga", "example.com/npu.part"]
 """
 
 
@@ -69,7 +74,13 @@ class AgentProcess(Program):
         self.state = self.directory / "state"
         self.profiles = self.directory / "profiles.d"
         self.sim_directory = self.directory / "sim"
-        for path in (self.runtime, self.state, self.profiles, self.sim_directory):
+        for path in (
+            self.runtime,
+            self.state,
+            self.profiles,
+            self.sim_directory,
+            self.directory / "vendor",
+        ):
             path.mkdir()
         self.config_path = self.directory / "hetero-agent.conf"
         self.write_config(config)
