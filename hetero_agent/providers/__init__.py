@@ -1,0 +1,1 @@
+"""What vendors' processes report over the bus, checked and turned into device records."""
