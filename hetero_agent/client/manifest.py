@@ -1,0 +1,91 @@
+"""What the owner of a lease needs to use it, and the environment made from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+#: Variables by which vendors' runtimes choose devices: an inherited one speaks of devices that
+#: are not the lease's, so it is removed before the manifest's own are set.  (Vendors' manuals;
+#: the makers' container toolkits.)
+DEVICE_VARIABLES: Final = frozenset(
+    {
+        "AMD_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "CUDA_VISIBLE_DEVICES",
+        "FURIOSA_DEVICES",
+        "GPU_DEVICE_ORDINAL",
+        "HIP_VISIBLE_DEVICES",
+        "MLU_VISIBLE_DEVICES",
+        "MUSA_VISIBLE_DEVICES",
+        "NEURON_RT_NUM_CORES",
+        "NEURON_RT_VISIBLE_CORES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "ONEAPI_DEVICE_SELECTOR",
+        "RBLN_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "SYCL_DEVICE_FILTER",
+        "TPU_VISIBLE_CHIPS",
+        "TPU_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    }
+)
+_FAMILIES = re.compile(
+    r"ASCEND_(.*_)?VISIBLE_DEVICES|ASCEND_VNPU_SPECS|HABANA_VISIBLE_.+|HETERO_(LEASE|DEVICE|RESOURCE).*"
+)
+
+
+def chooses_devices(variable: str) -> bool:
+    """Tell whether an environment variable chooses devices."""
+    return variable in DEVICE_VARIABLES or bool(_FAMILIES.fullmatch(variable))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of a lease (design section 7).
+
+    NODES are (device, path, role, kind, major, minor); MOUNTS (host, container, options);
+    CONFIRM_BY is realtime microseconds, 0 once confirmed.  RAW is the whole of it.
+    """
+
+    lease: str
+    resource: str
+    devices: tuple[str, ...]
+    nodes: tuple[tuple[str, str, str, str, int, int], ...]
+    mounts: tuple[tuple[str, str, str], ...]
+    env: Mapping[str, str]
+    groups: tuple[int, ...]
+    confirm_by: int
+    raw: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Manifest:
+        """Read a decoded manifest; unknown keys are kept in RAW only."""
+        return cls(
+            lease=raw.get("lease", ""),
+            resource=raw.get("resource", ""),
+            devices=tuple(raw.get("devices", ())),
+            nodes=tuple(tuple(node) for node in raw.get("nodes", ())),
+            mounts=tuple(tuple(mount) for mount in raw.get("mounts", ())),
+            env=dict(raw.get("env", {})),
+            groups=tuple(raw.get("groups", ())),
+            confirm_by=raw.get("confirm-by", 0),
+            raw=raw,
+        )
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that say what the lease is, and those of its devices' vendor."""
+        return {
+            "HETERO_LEASE_ID": self.lease,
+            "HETERO_RESOURCE": self.resource,
+            "HETERO_DEVICES": ",".join(self.devices),
+            "HETERO_DEVICE_COUNT": str(len(self.devices)),
+            **self.env,
+        }
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return BASE without inherited choices of devices, with the lease's own."""
+        kept = {key: value for key, value in base.items() if not chooses_devices(key)}
+        return {**kept, **self.variables()}
