@@ -1,0 +1,192 @@
+"""Preparing and revoking what a lease gives: its nodes checked against the kernel, its manifest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import grp
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+from hetero_agent.access.manifest import AccessError, build
+from hetero_agent.core.model import DeviceRecord, Lease, Node
+from hetero_agent.text import printable
+
+log = logging.getLogger("hetero_agent.access")
+
+#: Seconds for what may hang: names of groups, mounts and files on filesystems not known to be local.
+DEADLINE: Final = 5.0
+
+# Where a stat is a look into the kernel's own memory (devtmpfs, tmpfs): cheaper than a thread.
+_IMMEDIATE: Final = ("/dev/", "/run/")
+
+_SYSFS: Final = {"char": "/sys/dev/char", "block": "/sys/dev/block"}
+_FORMATS: Final = {"char": stat.S_IFCHR, "block": stat.S_IFBLK, "file": stat.S_IFREG}
+
+T = TypeVar("T")
+
+
+class Door:
+    """What the engine knows as `Access`.
+
+    What a grant makes on the host has one place here, between the check of the nodes and the
+    manifest in `prepare`, and its undoing in `revoke`.
+    """
+
+    def __init__(self) -> None:
+        self._gids: dict[str, int | None] = {}
+
+    async def prepare(self, lease: Lease, records: Sequence[DeviceRecord]) -> dict[str, object]:
+        """Check every node of the lease's devices against the kernel and return the manifest.
+
+        Raises AccessError, with nothing left behind, when a node is not what discovery saw, or a
+        mount's source is missing.
+        """
+        known = {record.id: record for record in records}
+        try:
+            ordered = [known[device] for device in lease.devices]
+        except KeyError as error:
+            raise AccessError(f"device {printable(error.args[0])} has no record any more") from error
+        mounts = [mount[0] for record in ordered for mount in record.mounts]
+
+        def look() -> dict[str, list[Node]]:
+            for source in mounts:
+                _check_mount(source)
+            return {
+                record.id: [check_node(node, bool(record.path)) for node in record.nodes] for record in ordered
+            }
+
+        immediate = all(node.path.startswith(_IMMEDIATE) for record in ordered for node in record.nodes)
+        if immediate and not mounts:
+            nodes = look()
+        else:
+            nodes = await _in_thread(look, "the nodes and mounts of the lease")
+        groups = await self._group_ids({name for record in ordered for name in record.groups})
+        return build(lease, ordered, nodes, groups)
+
+    async def revoke(self, lease: str) -> None:
+        """Undo what `prepare` made for LEASE.  Nothing of it lasts yet, so there is nothing to undo;
+        CDI files and ACLs are taken back here once there are any."""
+
+    def reload(self) -> None:
+        """Forget what the names of groups meant."""
+        self._gids.clear()
+
+    async def _group_ids(self, wanted: set[str]) -> list[int]:
+        """Return the gids of the groups that exist here.  Looked up once, off the loop, since the
+        name service can hang.  A profile's group that this host lacks is no error: a node's own
+        group is in the manifest in any case."""
+        unknown = sorted(wanted - self._gids.keys())
+        if unknown:
+            looked = await _in_thread(lambda: [_gid(name) for name in unknown], "the names of groups")
+            self._gids.update(zip(unknown, looked, strict=True))
+            missing = [name for name, gid in zip(unknown, looked, strict=True) if gid is None]
+            if missing:
+                log.warning("groups that profiles name and this host lacks: %s", printable(", ".join(missing)))
+        return [gid for name in wanted if (gid := self._gids[name]) is not None]
+
+
+def check_node(node: Node, in_sysfs: bool) -> Node:
+    """Return NODE with its mode and group as they are now.  IN_SYSFS: the device is one of the
+    kernel's, so its driver must still know the number.  Raises AccessError if the path leads to
+    anything but the node that discovery saw."""
+    where = f"node {printable(node.path)}"
+    try:
+        found = os.lstat(node.path)
+    except OSError as error:
+        raise AccessError(f"{where}: expected {_expected(node)}, found nothing: {error.strerror}") from error
+    same = stat.S_IFMT(found.st_mode) == _FORMATS[node.kind] and (
+        (found.st_dev, found.st_ino) == (node.fsdev, node.inode)
+        if node.kind == "file"
+        else found.st_rdev == os.makedev(node.major, node.minor)
+    )
+    if not same:
+        raise AccessError(f"{where}: expected {_expected(node)}, found {_found(found)}")
+    if in_sysfs and node.kind != "file" and not _driven(node):
+        raise AccessError(
+            f"{where}: expected {_expected(node)} with a driver behind it, found none in"
+            f" {_SYSFS[node.kind]} and /proc/devices"
+        )
+    return replace(node, mode=stat.S_IMODE(found.st_mode), gid=found.st_gid)
+
+
+def _driven(node: Node) -> bool:
+    numbers = Path(_SYSFS[node.kind])
+    if os.path.lexists(numbers / f"{node.major}:{node.minor}"):
+        return True
+    # NVIDIA's driver registers its major and shows no device of it in sysfs
+    if any(entry.name.startswith(f"{node.major}:") for entry in numbers.iterdir()):
+        return False
+    text = Path("/proc/devices").read_text(encoding="ascii", errors="replace")
+    char, _, block = text.partition("Block devices:")
+    majors = {line.split()[0] for line in (char if node.kind == "char" else block).splitlines() if line.strip()}
+    return str(node.major) in majors
+
+
+def _check_mount(source: str) -> None:
+    try:
+        Path(source).stat()
+    except OSError as error:
+        raise AccessError(
+            f"mount {printable(source)}: expected a file or directory, found nothing: {error.strerror}"
+        ) from error
+
+
+def _expected(node: Node) -> str:
+    if node.kind == "file":
+        return f"file {os.major(node.fsdev)}:{os.minor(node.fsdev)} inode {node.inode}"
+    return f"{node.kind} node {node.major}:{node.minor}"
+
+
+def _found(found: os.stat_result) -> str:
+    kind = next((kind for kind, form in _FORMATS.items() if form == stat.S_IFMT(found.st_mode)), "")
+    if kind == "file":
+        return f"file {os.major(found.st_dev)}:{os.minor(found.st_dev)} inode {found.st_ino}"
+    if kind:
+        return f"{kind} node {os.major(found.st_rdev)}:{os.minor(found.st_rdev)}"
+    return f"something of mode {stat.filemode(found.st_mode)}"
+
+
+def _gid(name: str) -> int | None:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
+
+
+async def _in_thread(work: Callable[[], T], what: str) -> T:
+    """Run WORK in a thread of its own: one that hangs is left behind and holds up nothing, not even
+    the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: list[T], error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result[0])
+
+    def run() -> None:
+        result: list[T] = []
+        failure: Exception | None = None
+        try:
+            result.append(work())
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the agent stops
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=f"access: {what}", daemon=True).start()
+    try:
+        async with asyncio.timeout(DEADLINE):
+            return await future
+    except TimeoutError as error:
+        raise AccessError(f"looking at {what} takes more than {DEADLINE:g} s; something there hangs") from error
