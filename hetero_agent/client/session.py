@@ -56,6 +56,7 @@ class Watch:
             f"type='signal',sender='{names.BUS_NAME}',interface='{kind.interface}',member='{kind.member}'"
             + (f",path='{path}'" if path else "")
             for kind in kinds
+            if kind.interface
         ]
 
     async def __aenter__(self) -> Self:
