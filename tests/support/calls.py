@@ -68,7 +68,7 @@ def busctl_json(bus: PrivateBus, *arguments: str, uid: int = 0, groups: Sequence
 _CLIENT = r"""
 import json, sys
 from gi.repository import Gio, GLib
-address, name = sys.argv[1:3]
+address, name, listen = sys.argv[1:4]
 connection = Gio.DBusConnection.new_for_address_sync(
     address,
     Gio.DBusConnectionFlags.AUTHENTICATION_CLIENT | Gio.DBusConnectionFlags.MESSAGE_BUS_CONNECTION,
@@ -82,7 +82,8 @@ def out(**answer):
 def signal(_connection, sender, path, interface, member, parameters, *_):
     out(signal=[path, interface, member, parameters.unpack()])
 
-connection.signal_subscribe(name, None, None, None, None, Gio.DBusSignalFlags.NONE, signal)
+if listen:
+    connection.signal_subscribe(name, None, None, None, None, Gio.DBusSignalFlags.NONE, signal)
 
 def answered(_connection, result, number):
     try:
@@ -139,12 +140,13 @@ class Signal:
 class Client:
     """A connection of another process, of UID with the supplementary GROUPS (gids).
 
-    Use as a context manager, or `close` it; `kill` ends it without a goodbye.
+    Use as a context manager, or `close` it; `kill` ends it without a goodbye.  Without LISTEN it
+    asks for no signals.
     """
 
-    def __init__(self, bus: PrivateBus, uid: int = 0, groups: Sequence[int] = ()) -> None:
+    def __init__(self, bus: PrivateBus, uid: int = 0, groups: Sequence[int] = (), listen: bool = True) -> None:
         self._process = subprocess.Popen(
-            [*as_user(uid, groups), PYTHON, "-c", _CLIENT, bus.address, names.BUS_NAME],
+            [*as_user(uid, groups), PYTHON, "-c", _CLIENT, bus.address, names.BUS_NAME, "1" if listen else ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

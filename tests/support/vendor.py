@@ -21,7 +21,7 @@ class Vendor:
 
     def __init__(self, agent: AgentProcess) -> None:
         self.directory = agent.directory / "vendor"
-        self.client = Client(agent.bus)
+        self.client = Client(agent.bus, listen=False)
         self.version = 0
         self.devices: dict[str, dict[str, Any]] = {}
         self._requests = 0
