@@ -85,6 +85,8 @@ class World:
         self.held: Counter[tuple[int, str]] = Counter()
         self.remembered: Counter[int] = Counter()
         self.outcome = Outcome()
+        self.by_lease: defaultdict[str, set[RequestKey]] = defaultdict(set)
+        self.remembered_leases: dict[str, int] = {}
         self._names: dict[str, str] = {}
         self._members: defaultdict[str, set[str]] = defaultdict(set)
         self._serials: defaultdict[str, set[str]] = defaultdict(set)
@@ -346,11 +348,22 @@ class World:
             self.outcome.changes.requests[key] = None
 
     def _install_request(self, key: RequestKey, new: RequestRecord | None) -> None:
-        if self.requests.pop(key, None) is not None:
+        old = self.requests.pop(key, None)
+        if old is not None:
             self.remembered[key.uid] -= 1
+            if old.lease:
+                self.by_lease[old.lease].discard(key)
+                if not self.by_lease[old.lease]:
+                    del self.by_lease[old.lease]
+            if old.ended and key.method == "Allocate":
+                self.remembered_leases.pop(old.lease, None)
         if new is not None:
             self.requests[key] = new
             self.remembered[key.uid] += 1
+            if new.lease:
+                self.by_lease[new.lease].add(key)
+            if new.ended and key.method == "Allocate":
+                self.remembered_leases[new.lease] = key.uid
         elif not self.remembered[key.uid]:
             del self.remembered[key.uid]
 

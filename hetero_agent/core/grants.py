@@ -1,0 +1,594 @@
+"""Leases: granting N devices, all or none, confirming, ending, and the limits on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from hetero_agent.core import requests
+from hetero_agent.core.effects import (
+    Effect,
+    ErrorKind,
+    LeaseAdded,
+    LeaseChanged,
+    LeaseRemoved,
+    PrepareAccess,
+    Refusal,
+    Refuse,
+    Reply,
+    RequestScan,
+    RevokeAccess,
+    UnwatchOwner,
+    WatchOwner,
+)
+from hetero_agent.core.events import AccessFailed, AccessPrepared, Allocate, Confirm, OwnerGone, Release, Token
+from hetero_agent.core.lifecycle import Trigger, row
+from hetero_agent.core.model import (
+    AGENT,
+    Actor,
+    AuditKind,
+    Device,
+    Instant,
+    Lease,
+    LeaseState,
+    OnEnd,
+    Options,
+    RequestKey,
+    RequestRecord,
+    Result,
+    State,
+)
+from hetero_agent.core.ports import Explanation
+from hetero_agent.core.returns import Returns
+from hetero_agent.core.selection import Choice, choose, mismatch
+from hetero_agent.core.world import World, in_hands
+from hetero_agent.text import printable
+
+_ENDING = {
+    Trigger.RELEASE: Result.RELEASED,
+    Trigger.OWNER_GONE: Result.OWNER_GONE,
+    Trigger.DEADLINE: Result.EXPIRED,
+    Trigger.TTL_OVER: Result.EXPIRED,
+    Trigger.EFFECT_FAILED: Result.FAILED,
+    Trigger.SIBLING_FAILED: Result.FAILED,
+    Trigger.UNHEALTHY: Result.FAILED,
+    Trigger.UNHEALTHY_KILL: Result.FAILED,
+    Trigger.UNPLUGGED: Result.UNPLUGGED,
+}
+
+
+@dataclass(slots=True)
+class _Parked:
+    """A request that waits for a scan which is under way, until DEADLINE (boot)."""
+
+    event: Allocate
+    deadline: int
+    tokens: list[Token] = field(default_factory=list)
+
+
+class Grants:
+    """See the module's text."""
+
+    def __init__(self, world: World, returns: Returns) -> None:
+        self.world = world
+        self.returns = returns
+        self._tokens: dict[str, list[Token]] = {}
+        self._news: dict[str, list[Effect]] = {}
+        self._parked: dict[RequestKey, _Parked] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a scan."""
+        return len(self._parked)
+
+    # -- Allocate --------------------------------------------------------------------------------
+    def allocate(self, event: Allocate) -> None:
+        """Grant, park, or refuse.  Raises Refusal."""
+        world = self.world
+        key = RequestKey(event.actor.uid, event.options.client, "Allocate", event.request_id)
+        if self._again(key, event):
+            return
+        if not world.ready:
+            raise Refusal(
+                ErrorKind.NOT_READY, "the first look at this host's devices is not complete; try again"
+            )
+        self._limits(event)
+        parked = self._parked.get(key)
+        if parked is not None:
+            if parked.event.fingerprint != event.fingerprint:
+                raise Refusal(
+                    ErrorKind.REQUEST_CONFLICT,
+                    f"request id {event.request_id} waits with other arguments; use a new request id",
+                )
+            parked.tokens.append(event.token)
+            return
+        ahead = any(one.event.resource == event.resource for one in self._parked.values())
+        choice = Choice(()) if ahead else self._choose(event.resource, event.count, event.options)
+        if len(choice.devices) == event.count:
+            self._prepare(event, key, choice.devices, [event.token])
+            return
+        passing = self._passing(event)
+        if not ahead and len(choice.devices) + len(passing) < event.count:
+            raise self._shortage(event.resource, event.count, event.options, choice)
+        if len(self._parked) >= world.settings.waiting:
+            raise Refusal(
+                ErrorKind.LIMIT_EXCEEDED, f"{world.settings.waiting} requests wait already; try again later"
+            )
+        deadline = event.at.boot + world.settings.park
+        self._parked[key] = _Parked(event, deadline, [event.token])
+        world.note(lambda: self._unpark(key))
+        world.alarm(deadline, "parked", "")
+        world.effect(RequestScan(tuple(passing)))
+
+    def _unpark(self, key: RequestKey) -> None:
+        del self._parked[key]
+
+    def _again(self, key: RequestKey, event: Allocate) -> bool:
+        """Answer a repeated call: the stored body, or along with the first when that is."""
+        earlier = requests.replay(self.world, key, event.fingerprint)
+        if earlier is None:
+            return False
+        if earlier.body:
+            self.world.effect(Reply(event.token, earlier.body))
+        else:
+            self._tokens.setdefault(earlier.lease, []).append(event.token)
+        return True
+
+    def serve_parked(self, at: Instant) -> None:
+        """See whether scans have made room for those who wait, first come first served."""
+        held_back: set[str] = set()
+        for key, parked in list(self._parked.items()):
+            event = parked.event
+            if event.resource in held_back:
+                continue
+            choice = self._choose(event.resource, event.count, event.options)
+            short = event.count - len(choice.devices)
+            if short and len(self._passing(event)) >= short and at.boot < parked.deadline:
+                held_back.add(event.resource)
+                continue
+            self._unpark(key)
+            self.world.note(partial(self._parked.__setitem__, key, parked))
+            if short:
+                refusal = self._shortage(event.resource, event.count, event.options, choice)
+                self.refuse(parked.tokens, refusal)
+                continue
+            self._prepare(replace(event, at=at), key, choice.devices, parked.tokens)
+
+    def refuse(self, tokens: Iterable[Token], refusal: Refusal) -> None:
+        """Answer all TOKENS with the same refusal."""
+        for token in tokens:
+            self.world.effect(Refuse(token, refusal.kind, refusal.text))
+
+    def _passing(self, event: Allocate) -> list[str]:
+        """Devices that fit and that a scan under way may make grantable."""
+        return [
+            device.id
+            for device in self.world.members(event.resource)
+            if self.world.passing(device) and not self._unfit(device, event.options)
+        ]
+
+    def _limits(self, event: Allocate) -> None:
+        """Raises Refusal if the grant would be over a limit."""
+        world, limits = self.world, self.world.settings
+        options = event.options
+        uid = event.actor.uid if options.owner_uid is None else options.owner_uid
+        if event.count < 1:
+            raise Refusal(ErrorKind.INVALID_ARGUMENT, "count must be 1 or more")
+        if options.devices and len(options.devices) != event.count:
+            raise Refusal(
+                ErrorKind.INVALID_ARGUMENT,
+                f"count is {event.count}, but {len(options.devices)} devices are named",
+            )
+        for what, have, limit in (
+            ("devices in one lease", event.count, limits.devices_per_lease),
+            ("leases in all", len(world.leases) + 1, limits.leases),
+            (f"leases of uid {uid}", world.load[uid, "*"] + 1, limits.leases_per_uid),
+            (
+                f"leases of this client of uid {uid}",
+                world.load[uid, options.client] + 1,
+                limits.leases_per_client,
+            ),
+            (
+                f"devices of this client of uid {uid}",
+                world.held[uid, options.client] + event.count,
+                limits.devices_per_client,
+            ),
+            (
+                f"request ids of uid {event.actor.uid} remembered for a day",
+                world.remembered[event.actor.uid] + 1,
+                limits.requests_per_uid,
+            ),
+        ):
+            if have > limit:
+                raise Refusal(ErrorKind.LIMIT_EXCEEDED, f"{have} {what} would be over the limit of {limit}")
+
+    def _choose(self, resource: str, count: int, options: Options) -> Choice:
+        world = self.world
+
+        def fits(device_id: str) -> bool:
+            return not self._unfit(world.devices[device_id], options)
+
+        if options.devices:
+            named = []
+            for name in options.devices:
+                device = world.find(name)
+                if device is None or device.record.resource != resource or device.id in named:
+                    continue
+                if device.id in world.allocatable and fits(device.id):
+                    named.append(device.id)
+            kin = {one for device_id in named for one in world.relatives(device_id)}
+            return Choice(() if kin.intersection(named) else tuple(named))
+        return choose(
+            world.pool(resource),
+            count,
+            options,
+            candidates=lambda: (one for one in world.members(resource) if one.id in world.allocatable),
+            fits=fits,
+            kin=lambda device_id: tuple(world.relatives(device_id)),
+        )
+
+    @staticmethod
+    def _unfit(device: Device, options: Options) -> str:
+        if options.devices and not {device.id, *device.record.aliases}.intersection(options.devices):
+            return "not among the named devices"
+        return mismatch(device, options.require)
+
+    def _shortage(self, resource: str, count: int, options: Options, choice: Choice) -> Refusal:
+        """Say how many are short and why, by the same code as Explain."""
+        explained = self.explain(resource, count, options, choice)
+        kind = ErrorKind.UNAVAILABLE if self.world.tally.get(resource) else ErrorKind.NOT_FOUND
+        return Refusal(kind, explained.text)
+
+    def explain(self, resource: str, count: int, options: Options, choice: Choice | None = None) -> Explanation:
+        """What Allocate would do now; grants nothing."""
+        world = self.world
+        if choice is None:
+            choice = self._choose(resource, count, options)
+        members = world.members(resource)
+        if not members:
+            known = ", ".join(sorted(world.tally)) or "none at all"
+            text = f"this host has no {printable(resource)}; it has {known}"
+            return Explanation("never", text)
+        rows, fitting, reasons = [], 0, dict[str, int]()
+        for device in members:
+            why = self._unfit(device, options)
+            fitting += not why
+            why = why or world.why_not(device)
+            rows.append((device.id, str(device.state), not why, why))
+            if why:
+                reasons[why] = reasons.get(why, 0) + 1
+        if len(choice.devices) == count:
+            text = f"{count} of {len(members)} {resource} would be granted"
+            return Explanation("now", text, choice.devices, choice.note, tuple(rows))
+        counted = "; ".join(
+            f"{number} {why}" for why, number in sorted(reasons.items(), key=lambda one: -one[1])[:8]
+        )
+        text = f"{count} {resource} wanted, {len(choice.devices)} can be granted of {len(members)}: {counted}"
+        verdict = "later" if fitting >= count and count <= world.settings.devices_per_lease else "never"
+        if verdict == "never":
+            text += "; this host can't satisfy it as it is"
+        return Explanation(verdict, text, (), choice.note, tuple(rows))
+
+    def _prepare(self, event: Allocate, key: RequestKey, chosen: tuple[str, ...], tokens: list[Token]) -> None:
+        """The row ``prepared``: the devices are taken, the effects begin."""
+        world, options = self.world, event.options
+        before = len(world.outcome.effects)
+        uid = event.actor.uid if options.owner_uid is None else options.owner_uid
+        lease = Lease(
+            id=event.lease,
+            key=key,
+            resource=event.resource,
+            devices=chosen,
+            uid=uid,
+            client=options.client,
+            label=options.label,
+            state=LeaseState.ACTIVE if options.confirm else LeaseState.PENDING,
+            created=event.at,
+            confirmed=options.confirm,
+            binding=options.binding,
+            on_fault=options.on_fault,
+            on_end=options.on_end,
+            creator=event.actor,
+            request=event.request,
+        )
+        world.put_lease(lease)
+        world.put_request(RequestRecord(key, event.fingerprint, "", lease.id, boot=event.at.boot))
+        trigger = Trigger.GRANTED_CONFIRMED if options.confirm else Trigger.GRANTED
+        for device_id in chosen:
+            device = world.devices[device_id]
+            counted = world.key(device.record)
+            self._bump(counted, device.count + 1)
+            device = replace(device, count=device.count + 1, holders=())
+            world.keep_record(device)
+            world.move(
+                device, trigger, event.at, actor=event.actor, request_id=event.request_id, lease=lease.id
+            )
+        self._tokens[lease.id] = tokens
+        self._news[lease.id] = world.outcome.effects[before:]
+        del world.outcome.effects[before:]
+        world.effect(PrepareAccess(lease, tuple(world.devices[one].record for one in chosen)))
+
+        def undo() -> None:
+            self._tokens.pop(lease.id, None)
+            self._news.pop(lease.id, None)
+
+        world.note(undo)
+
+    def _bump(self, counted: str, count: int) -> None:
+        old = self.world.counts.get(counted, 0)
+        self.world.note(lambda: self.world.counts.__setitem__(counted, old))
+        self.world.counts[counted] = count
+        self.world.outcome.changes.counts[counted] = count
+
+    def _tell(self, lease_id: str) -> None:
+        """Bus signals come after the row ``granted``: those of the preparation go out now."""
+        self.world.outcome.effects.extend(self._news.pop(lease_id, ()))
+
+    def prepared(self, event: AccessPrepared) -> None:
+        """The effects are in place: the row ``granted`` with the stored reply."""
+        world = self.world
+        lease = world.leases.get(event.lease)
+        if lease is None or not lease.alive:
+            world.effect(RevokeAccess(event.lease))
+            return
+        gone = [one for one in lease.devices if not self._has(one, lease)]
+        if gone:
+            self.failed(AccessFailed(event.at, lease.id, f"{gone[0]} went away meanwhile"))
+            return
+        ttl = lease.binding.ttl
+        within = self._confirm_within(lease)
+        deadline = (event.at.boot + ttl if ttl else 0) if lease.confirmed else event.at.boot + within
+        manifest = dict(event.manifest)
+        manifest["confirm-by"] = 0 if lease.confirmed else event.at.real + within
+        manifest["confirm-by-boottime"] = 0 if lease.confirmed else deadline
+        lease = replace(lease, granted=True, deadline=deadline, manifest=manifest)
+        world.put_lease(lease)
+        body = json.dumps({"lease": lease.id, "manifest": manifest}, separators=(",", ":"), sort_keys=True)
+        earlier = world.requests[lease.key]
+        world.put_request(replace(earlier, body=body))
+        world.audit(
+            AuditKind.GRANTED,
+            event.at,
+            f"lease {lease.id}: {len(lease.devices)} {lease.resource} granted to uid {lease.uid}: "
+            + ", ".join(lease.devices[:8]),
+            lease=lease.id,
+            actor=lease.creator,
+            request_id=lease.key.request_id,
+            took=max(0, event.at.boot - lease.created.boot),
+        )
+        if deadline:
+            world.alarm(deadline, "lease", lease.id)
+        self._tell(lease.id)
+        world.effect(LeaseAdded(lease.id))
+        if lease.binding:
+            world.effect(WatchOwner(lease.id, lease.binding))
+        for token in self._tokens.pop(lease.id, ()):
+            world.effect(Reply(token, body))
+
+    def _confirm_within(self, lease: Lease) -> int:
+        asked = lease.request.get("confirm-within", 0)
+        return int(asked) * 1_000_000 if asked else self.world.settings.confirm_within
+
+    def _has(self, device_id: str, lease: Lease) -> bool:
+        device = self.world.devices.get(device_id)
+        return (
+            device is not None and device.lease == lease.id and device.state in (State.ALLOCATING, State.IN_USE)
+        )
+
+    def failed(self, event: AccessFailed) -> None:
+        """The effects could not be made: all is undone, nothing is remembered."""
+        world = self.world
+        lease = world.leases.get(event.lease)
+        if lease is None or not lease.alive:
+            return
+        refusal = Refusal(
+            ErrorKind.UNAVAILABLE, f"the devices can't be given: {printable(event.reason)}; nothing was granted"
+        )
+        self.end(lease, Trigger.EFFECT_FAILED, event.at, reason=event.reason, refusal=refusal)
+
+    # -- Confirm and Release -------------------------------------------------------------------------
+    def _owned(self, lease_id: str, actor: Actor) -> Lease | None:
+        """The lease, None for one that is over but remembered.  Raises Refusal."""
+        lease = self.world.leases.get(lease_id)
+        uid = lease.uid if lease is not None else self.world.remembered_leases.get(lease_id)
+        if uid is None:
+            raise Refusal(ErrorKind.NOT_FOUND, "no such lease; see the list of leases")
+        if actor.uid not in (uid, 0):
+            raise Refusal(ErrorKind.NOT_OWNER, f"the lease is uid {uid}'s; only that uid or root may do this")
+        return lease
+
+    def confirm(self, event: Confirm) -> None:
+        """Take the lease into use, rebind it or renew it.  Raises Refusal."""
+        world = self.world
+        lease = self._owned(event.lease, event.actor)
+        key = RequestKey(event.actor.uid, "", "Confirm", event.request_id)
+        earlier = requests.replay(world, key, event.fingerprint)
+        if earlier is not None:
+            world.effect(Reply(event.token, earlier.body))
+            return
+        if lease is None or not lease.alive:
+            result = f" ({lease.result})" if lease is not None else ""
+            raise Refusal(ErrorKind.LEASE_ENDED, f"the lease has ended{result}; allocate anew")
+        binding = event.binding or lease.binding
+        deadline = event.at.boot + binding.ttl if binding.ttl else 0
+        lease = replace(lease, state=LeaseState.ACTIVE, confirmed=True, binding=binding, deadline=deadline)
+        world.put_lease(lease)
+        for device_id in lease.devices:
+            if self._has(device_id, lease):
+                world.move(
+                    world.devices[device_id],
+                    Trigger.CONFIRM,
+                    event.at,
+                    actor=event.actor,
+                    request_id=event.request_id,
+                )
+        bound = ", ".join(_bound_to(lease)) or "nothing"
+        world.audit(
+            AuditKind.CONFIRMED,
+            event.at,
+            f"lease {lease.id} confirmed, bound to {bound}",
+            lease=lease.id,
+            actor=event.actor,
+            request_id=event.request_id,
+        )
+        if deadline:
+            world.alarm(deadline, "lease", lease.id)
+        if event.binding:
+            world.effect(UnwatchOwner(lease.id))
+            world.effect(WatchOwner(lease.id, binding))
+        world.effect(LeaseChanged(lease.id))
+        requests.remember(world, key, event.fingerprint, "{}", event.at, lease.id)
+        world.effect(Reply(event.token, "{}"))
+
+    def release(self, event: Release) -> None:
+        """Give the lease back; true if that changed anything.  Raises Refusal."""
+        world = self.world
+        lease = self._owned(event.lease, event.actor)
+        key = RequestKey(event.actor.uid, "", "Release", event.request_id)
+        earlier = requests.replay(world, key, event.fingerprint)
+        if earlier is not None:
+            world.effect(Reply(event.token, earlier.body))
+            return
+        changed = lease is not None and lease.alive
+        body = json.dumps({"changed": changed})
+        requests.remember(world, key, event.fingerprint, body, event.at, event.lease)
+        if lease is not None and changed:
+            self.end(lease, Trigger.RELEASE, event.at, actor=event.actor, request_id=event.request_id)
+        elif lease is None:
+            requests.spend(world, event.lease, event.at)
+        world.effect(Reply(event.token, body))
+
+    # -- the end ------------------------------------------------------------------------------------
+    def owner_gone(self, event: OwnerGone) -> None:
+        """What the lease was bound to has ended."""
+        lease = self.world.leases.get(event.lease)
+        if lease is not None and lease.alive:
+            self.end(lease, Trigger.OWNER_GONE, event.at, reason=f"its {event.how} ended")
+
+    def deadline(self, lease_id: str, at: Instant) -> None:
+        """The deadline of a lease may be over."""
+        lease = self.world.leases.get(lease_id)
+        if lease is None or not lease.alive or not lease.deadline or lease.deadline > at.boot:
+            return
+        self.end(lease, Trigger.TTL_OVER if lease.confirmed else Trigger.DEADLINE, at)
+
+    def end(
+        self,
+        lease: Lease,
+        trigger: Trigger,
+        at: Instant,
+        *,
+        cause: str = "",
+        reason: str = "",
+        actor: Actor = AGENT,
+        request_id: str = "",
+        refusal: Refusal | None = None,
+    ) -> None:
+        """End a live lease: its devices are reclaimed; CAUSE names the one that failed it."""
+        world = self.world
+        result = _ENDING[trigger]
+        fault = trigger in (Trigger.UNHEALTHY_KILL, Trigger.UNPLUGGED)
+        kill = lease.on_end is OnEnd.KILL or fault
+        tokens = self._tokens.pop(lease.id, [])
+        self._tell(lease.id)
+        lease = replace(lease, state=LeaseState.ENDING, result=result, ended=at, deadline=0)
+        world.put_lease(lease)
+        kind = AuditKind.EXPIRED if result is Result.EXPIRED else AuditKind.ENDED
+        world.audit(
+            kind,
+            at,
+            f"lease {lease.id} of uid {lease.uid} ends: {result}" + (f" ({reason})" if reason else ""),
+            priority=5 if result in (Result.RELEASED, Result.OWNER_GONE) else 4,
+            lease=lease.id,
+            trigger=trigger,
+            reason=reason or str(result),
+            actor=actor,
+            request_id=request_id,
+            took=max(0, at.boot - lease.created.boot),
+        )
+        if lease.granted:
+            world.effect(LeaseChanged(lease.id))
+        world.effect(UnwatchOwner(lease.id))
+        world.effect(RevokeAccess(lease.id))
+        returned = []
+        for device_id in lease.devices:
+            device = world.devices.get(device_id)
+            if device is None or device.lease != lease.id or not in_hands(device):
+                returned.append(device_id)
+                continue
+            if device.state is State.LOST and not device.present:
+                world.move(device, Trigger.LEASE_ENDED, at, reason=str(result), lease="")
+                returned.append(device_id)
+                continue
+            mine = trigger
+            if device.state is State.LOST:
+                mine = Trigger.LEASE_ENDED
+            elif (cause and device_id != cause) or trigger is Trigger.UNPLUGGED:
+                mine = Trigger.SIBLING_FAILED
+            if row(device.state, mine) is None:
+                mine = Trigger.SIBLING_FAILED
+            self.returns.owe(
+                device,
+                lease,
+                mine,
+                at,
+                reason=reason or str(result),
+                actor=actor,
+                request_id=request_id,
+                kill=kill,
+            )
+        if tokens:
+            self.refuse(
+                tokens,
+                refusal or Refusal(ErrorKind.UNAVAILABLE, f"the grant failed: {printable(reason or result)}"),
+            )
+        self.returned(lease.id, returned, at)
+
+    def returned(self, lease_id: str, devices: Iterable[str], at: Instant) -> None:
+        """Devices of a lease that has ended have settled; with the last one it is over."""
+        world = self.world
+        lease = world.leases.get(lease_id)
+        if lease is None:
+            return
+        left = set(lease.devices) - set(lease.returned) - set(devices)
+        lease = replace(lease, returned=tuple(one for one in lease.devices if one not in left))
+        if left or lease.alive:
+            world.put_lease(lease)
+            return
+        world.drop_lease(lease_id)
+        self.returns.forget_lease(lease_id)
+        for device_id in lease.devices:
+            device = world.devices.get(device_id)
+            if device_id not in world.debts and (device is None or not in_hands(device)):
+                world.outcome.changes.records[device_id] = None
+        if lease.granted:
+            requests.spend(world, lease_id, at)
+            world.effect(LeaseRemoved(lease_id, str(lease.result)))
+        else:
+            world.drop_request(lease.key)
+
+    def lost(self, lease: Lease, device_id: str, at: Instant) -> None:
+        """A leased device went away: the lease is kept and flagged, or ends if it asked so."""
+        if device_id not in lease.lost:
+            lease = replace(lease, lost=(*lease.lost, device_id))
+            self.world.put_lease(lease)
+            if lease.granted:
+                self.world.effect(LeaseChanged(lease.id))
+        if not lease.granted:
+            self.end(lease, Trigger.EFFECT_FAILED, at, cause=device_id, reason=f"{device_id} went away")
+        elif lease.on_fault == "kill":
+            self.end(lease, Trigger.UNPLUGGED, at, cause=device_id, reason=f"{device_id} went away")
+
+
+def _bound_to(lease: Lease) -> Iterable[str]:
+    binding = lease.binding
+    if binding.pid:
+        yield f"process {binding.pid.pid}"
+    if binding.unit:
+        yield f"unit {printable(binding.unit.name, 80)}"
+    if binding.connection:
+        yield "its connection"
+    if binding.ttl:
+        yield f"a ttl of {binding.ttl // 1_000_000} s"

@@ -1,0 +1,501 @@
+"""Taking devices back: what is owed, proof of return, strangers, and ending processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+
+from hetero_agent.core import requests
+from hetero_agent.core.effects import (
+    ConflictSeen,
+    ErrorKind,
+    OrphanFound,
+    Refusal,
+    Reply,
+    RequestScan,
+    Terminate,
+)
+from hetero_agent.core.events import Closed, DeviceScan, Opened, Reap, Scanned, Signalled, Token
+from hetero_agent.core.lifecycle import Trigger
+from hetero_agent.core.model import (
+    AGENT,
+    Actor,
+    AuditKind,
+    Binding,
+    Debt,
+    Device,
+    Holder,
+    Instant,
+    Lease,
+    Node,
+    OnEnd,
+    ProcessRef,
+    RequestKey,
+    State,
+)
+from hetero_agent.core.rights import belongs, is_system, may_reap, may_signal
+from hetero_agent.core.world import World, in_hands
+from hetero_agent.text import printable
+
+#: Boot µs until a device is looked at again: while it is owed, while a stranger has it, after
+#: an open that a scan did not cover, and after an open of a leased device.
+_OWED_AGAIN = 1_000_000
+_OCCUPIED_AGAIN = 5_000_000
+_DIRTY_AGAIN = 200_000
+_INTRUDER_AGAIN = 2_000_000
+
+
+@dataclass(slots=True)
+class _ReapWait:
+    """A Reap that waits for what became of its signals."""
+
+    token: Token
+    key: RequestKey
+    fingerprint: str
+    left: set[ProcessRef] = field(default_factory=set)
+    sent: int = 0
+
+
+class Returns:
+    """See the module's text."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._known: dict[str, set[ProcessRef]] = {}
+        self._alerted: set[tuple[str, str, ProcessRef]] = set()
+        self._signalled: dict[tuple[str, ProcessRef], tuple[int, str]] = {}
+        self._reaps: list[tuple[str, _ReapWait]] = []
+
+    # -- owing ---------------------------------------------------------------------------------
+    def owe(
+        self,
+        device: Device,
+        lease: Lease | None,
+        trigger: Trigger,
+        at: Instant,
+        *,
+        reason: str = "",
+        actor: Actor = AGENT,
+        request_id: str = "",
+        kill: bool = False,
+    ) -> None:
+        """The owner side is done: DEVICE is reclaiming until a scan proves its return."""
+        world = self.world
+        world.put_debt(
+            Debt(
+                device=device.id,
+                lease=lease.id if lease else "",
+                uid=lease.uid if lease else -1,
+                since=at.boot,
+                deadline=at.boot + world.settings.reclaim_deadline,
+                on_end=OnEnd.KILL if kill else OnEnd.WAIT,
+                nodes=device.record.own_nodes,
+                binding=lease.binding if lease else Binding(),
+            )
+        )
+        world.keep_record(device)
+        world.move(
+            replace(device, suspected=(), occupied=False),
+            trigger,
+            at,
+            reason=reason,
+            actor=actor,
+            request_id=request_id,
+        )
+        world.effect(RequestScan((device.id,)))
+        self._look_again(device.id, at.boot + _OWED_AGAIN)
+
+    def forget_lease(self, lease_id: str) -> None:
+        """The lease is over: its processes need not be known any more."""
+        self._known.pop(lease_id, None)
+        self._alerted = {entry for entry in self._alerted if entry[1] != lease_id}
+
+    def nodes_of(self, device: Device) -> tuple[Node, ...]:
+        """The nodes that a scan looks for: those of the record, else those last owed."""
+        debt = self.world.debts.get(device.id)
+        return device.record.own_nodes or (debt.nodes if debt else ())
+
+    def _look_again(self, device_id: str, boot: int) -> None:
+        self.world.alarm(boot, "check", device_id)
+
+    # -- opens and closes ------------------------------------------------------------------------
+    def opened(self, event: Opened) -> None:
+        """Somebody opened an own node: not clean until a scan that began later says so."""
+        device = self.world.devices.get(event.device)
+        if device is None:
+            return
+        was_dirty = device.dirty
+        self.world.put_device(replace(device, last_open=event.at.boot))
+        if in_hands(device):
+            # on a coarse grid, so that a busy owner does not cause a scan for each of its opens
+            self._look_again(device.id, (event.at.boot // _INTRUDER_AGAIN + 1) * _INTRUDER_AGAIN)
+        elif not was_dirty:
+            self.world.effect(RequestScan((device.id,)))
+
+    def closed(self, event: Closed) -> None:
+        """A handle was closed: perhaps the last one."""
+        device = self.world.devices.get(event.device)
+        if device is not None and (device.id in self.world.debts or device.occupied or device.suspected):
+            self.world.effect(RequestScan((device.id,)))
+
+    # -- scans -------------------------------------------------------------------------------------
+    def scanned(self, event: Scanned) -> list[tuple[str, str]]:
+        """Take a scan's word on each device; returns (device, lease) of the proven returns."""
+        proven = []
+        for device_id, scan in event.devices.items():
+            device = self.world.devices.get(device_id)
+            if device is None:
+                continue
+            if event.failed:
+                self._not_scanned(device, event)
+            elif in_hands(device):
+                self._check_intruders(device, scan, event.at)
+            elif device_id in self.world.debts:
+                lease = self._check_debt(device, scan, event)
+                if lease is not None:
+                    proven.append((device_id, lease))
+            else:
+                self._check_free(device, scan, event)
+        return proven
+
+    def _not_scanned(self, device: Device, event: Scanned) -> None:
+        debt = self.world.debts.get(device.id)
+        if debt is not None and not debt.incomplete:
+            self.world.put_debt(replace(debt, incomplete=True))
+        if not in_hands(device):
+            self.world.move(device, Trigger.SCANNED, event.at)
+            self._look_again(device.id, event.at.boot + _OWED_AGAIN)
+
+    def _outsiders(self, device: Device, scan: DeviceScan) -> tuple[Holder, ...]:
+        """The holders that count: not the system's own, not another live lease's on a shared
+        node; a holder of no live lease counts for the lease that ended last on that node."""
+        units = self.world.settings.system_holders
+        since = {holder.ref: holder.since for holder in device.holders}
+        found = tuple(
+            replace(holder, since=since.get(holder.ref, holder.since))
+            for holder in scan.holders
+            if not is_system(holder, units)
+        )
+        if not found:
+            return ()
+        sharers = self._sharers(device)
+        if not sharers:
+            return found
+        leases = [
+            self.world.leases[one.lease] for one in sharers if in_hands(one) and one.lease in self.world.leases
+        ]
+        found = tuple(
+            holder
+            for holder in found
+            if not any(belongs(holder, lease, self._known.get(lease.id, ())) for lease in leases)
+        )
+        mine = self.world.debts.get(device.id)
+        last = max(
+            (self.world.debts[one.id].since for one in sharers if one.id in self.world.debts), default=-1
+        )
+        return () if last > (mine.since if mine else -1) else found
+
+    def _sharers(self, device: Device) -> list[Device]:
+        """Other devices of the same card that have one of its own nodes too."""
+        if not device.record.parent:
+            return []
+        own = {(node.kind, node.major, node.minor, node.fsdev, node.inode) for node in device.record.own_nodes}
+        return [
+            other
+            for one in self.world.relatives(device.record.parent)
+            if one != device.id and (other := self.world.devices.get(one)) is not None
+            if any(
+                (node.kind, node.major, node.minor, node.fsdev, node.inode) in own
+                for node in other.record.own_nodes
+            )
+        ]
+
+    def _incomplete(self, device: Device, scan: DeviceScan) -> bool:
+        """Whether a process that could not be read matters here: one that was last seen on the
+        device, or, while it is owed, one of the ended lease's uid or its bound process."""
+        if not scan.uninspected:
+            return False
+        debt = self.world.debts.get(device.id)
+        seen = {holder.pid for holder in device.holders}
+        bound = debt.binding.pid.pid if debt and debt.binding.pid else 0
+        return any(
+            pid in seen or (debt is not None and (uid == debt.uid or pid == bound))
+            for pid, uid in scan.uninspected
+        )
+
+    def _check_debt(self, device: Device, scan: DeviceScan, event: Scanned) -> str | None:
+        """Returns the lease whose device this proves clean ("" for none), None if not proven."""
+        world = self.world
+        debt = world.debts[device.id]
+        holders = self._outsiders(device, scan)
+        incomplete = self._incomplete(device, scan)
+        if event.started <= max(debt.since, device.last_open) and not holders:
+            world.effect(RequestScan((device.id,)))
+            return None
+        if holders or incomplete:
+            if incomplete != debt.incomplete:
+                world.put_debt(replace(debt, incomplete=incomplete))
+            device = replace(device, holders=holders or device.holders, uninspected=incomplete)
+            world.move(device, Trigger.SCANNED, event.at)
+            self._end_holders(device, world.debts[device.id], holders, event.at)
+            self._look_again(device.id, event.at.boot + _OWED_AGAIN)
+            return None
+        world.drop_debt(device.id)
+        for entry in [entry for entry in self._signalled if entry[0] == device.id]:
+            del self._signalled[entry]
+        device = replace(device, scanned=True, last_clean=event.started, holders=(), uninspected=False)
+        world.move(device, Trigger.RETURN_PROVEN, event.at, lease="")
+        return debt.lease
+
+    def _check_free(self, device: Device, scan: DeviceScan, event: Scanned) -> None:
+        world = self.world
+        if event.started < device.appeared:
+            world.effect(RequestScan((device.id,)))
+            return
+        holders = self._outsiders(device, scan)
+        incomplete = self._incomplete(device, scan)
+        device = replace(device, uninspected=incomplete)
+        if incomplete and not holders:
+            world.move(device, Trigger.SCANNED, event.at)
+            self._look_again(device.id, event.at.boot + _OWED_AGAIN)
+            return
+        if not holders:
+            device = replace(
+                device, scanned=True, last_clean=event.started, holders=(), suspected=(), occupied=False
+            )
+            world.move(device, Trigger.SCANNED, event.at)
+            if device.dirty:
+                self._look_again(device.id, event.at.boot + _DIRTY_AGAIN)
+            return
+        first = {holder.ref: holder.since for holder in device.suspected}
+        suspected = tuple(replace(one, since=first.get(one.ref, event.at.boot)) for one in holders)
+        since = min(one.since for one in suspected)
+        newly = not device.occupied and since + world.settings.occupied_after <= event.at.boot
+        device = replace(
+            device,
+            scanned=True,
+            holders=holders,
+            suspected=suspected,
+            occupied=device.occupied or newly,
+        )
+        world.move(device, Trigger.SCANNED, event.at)
+        if newly:
+            self._tell_orphans(device, event.at)
+        if device.occupied:
+            self._look_again(device.id, event.at.boot + _OCCUPIED_AGAIN)
+        else:
+            self._look_again(device.id, since + world.settings.occupied_after)
+
+    def _tell_orphans(self, device: Device, at: Instant) -> None:
+        world = self.world
+        names = ", ".join(_name(holder) for holder in device.holders[:8])
+        world.audit(
+            AuditKind.ORPHAN,
+            at,
+            f"{device.id} is held outside any lease by {names}",
+            priority=4,
+            device=device.record,
+            reason=names,
+        )
+        world.effect(OrphanFound(device.id, len(device.holders)))
+        if world.settings.orphans_kill:
+            for holder in device.holders:
+                if 0 not in holder.uids and not may_reap(holder, None):
+                    world.effect(Terminate(device.id, "", holder, "TERM", holder.uids[0]))
+
+    def _check_intruders(self, device: Device, scan: DeviceScan, at: Instant) -> None:
+        world = self.world
+        lease = world.leases.get(device.lease)
+        if lease is None or device.state is State.LOST:
+            return
+        known = self._known.setdefault(lease.id, set())
+        strangers = []
+        for holder in scan.holders:
+            if belongs(holder, lease, known):
+                known.add(holder.ref)
+            elif not is_system(holder, world.settings.system_holders):
+                strangers.append(holder)
+        since = {holder.ref: holder.since for holder in device.holders}
+        holders = tuple(replace(one, since=since.get(one.ref, one.since)) for one in scan.holders)
+        if [one.ref for one in holders] != [one.ref for one in device.holders]:
+            world.put_device(replace(device, holders=holders))
+        for holder in strangers:
+            entry = (device.id, lease.id, holder.ref)
+            if entry in self._alerted:
+                continue
+            self._alerted.add(entry)
+            world.audit(
+                AuditKind.INTRUDER,
+                at,
+                f"{device.id} is leased to uid {lease.uid}, but {_name(holder)} has it open",
+                priority=4,
+                device=device.record,
+                lease=lease.id,
+                trigger=Trigger.INTRUDER,
+                reason=_name(holder),
+            )
+            world.effect(
+                ConflictSeen(
+                    "intruder", lease.id, device.id, f"a process of uid {holder.uids[0]}", f"uid {lease.uid}"
+                )
+            )
+
+    # -- ending processes ----------------------------------------------------------------------------
+    def _end_holders(self, device: Device, debt: Debt, holders: tuple[Holder, ...], at: Instant) -> None:
+        """One step for each holder that may be ended: TERM, later KILL, then no more."""
+        lease = self.world.leases.get(debt.lease)
+        known = self._known.get(debt.lease, ())
+        for holder in holders:
+            if holder.ref in debt.targets:
+                refused, uid = may_reap(holder, debt.uid if debt.lease else None), None
+            elif debt.on_end is OnEnd.KILL:
+                kin = lease is not None and belongs(holder, lease, known)
+                refused = may_signal(holder, debt.uid, kin)
+                uid = debt.uid if debt.uid > 0 else None
+            else:
+                continue
+            entry = (device.id, holder.ref)
+            since, last = self._signalled.get(entry, (0, ""))
+            if refused:
+                if last != "refused":
+                    self._signalled[entry] = (at.boot, "refused")
+                    self._audit_signal(device, holder, at, f"not ended: {refused}")
+                continue
+            if not last:
+                step = "TERM"
+            elif last == "TERM" and since + self.world.settings.kill_after <= at.boot:
+                step = "KILL"
+            else:
+                continue
+            self._signalled[entry] = (at.boot, step)
+            self.world.effect(Terminate(device.id, debt.lease, holder, step, uid))
+            if step == "TERM":
+                self._look_again(device.id, at.boot + self.world.settings.kill_after)
+
+    def _audit_signal(self, device: Device, holder: Holder, at: Instant, what: str) -> None:
+        self.world.audit(
+            AuditKind.SIGNALLED,
+            at,
+            f"{device.id}: {_name(holder)} {what}",
+            priority=5,
+            device=device.record,
+            lease=device.lease,
+            reason=what,
+            extra={"PID": str(holder.pid)},
+        )
+
+    def signalled(self, event: Signalled) -> None:
+        """Audit a signal and tell the Reap that waits for it."""
+        device = self.world.devices.get(event.device)
+        if device is not None:
+            holder = next(
+                (one for one in device.holders if one.ref == event.holder),
+                Holder(event.holder.pid, event.holder.start),
+            )
+            done = f"got SIG{event.signal}" if event.sent else f"was not signalled: {event.reason}"
+            self._audit_signal(device, holder, event.at, done)
+        for device_id, wait in list(self._reaps):
+            if device_id == event.device and event.holder in wait.left:
+                wait.left.discard(event.holder)
+                wait.sent += event.sent
+                if not wait.left:
+                    self._reaps.remove((device_id, wait))
+                    body = json.dumps({"ended": wait.sent})
+                    requests.remember(self.world, wait.key, wait.fingerprint, body, event.at)
+                    self.world.effect(Reply(wait.token, body))
+
+    def reap(self, event: Reap) -> None:
+        """End the named holders of a device that is owed or occupied.  Raises Refusal."""
+        world = self.world
+        key = RequestKey(event.actor.uid, "", "Reap", event.request_id)
+        earlier = requests.replay(world, key, event.fingerprint)
+        if earlier is not None:
+            world.effect(Reply(event.token, earlier.body))
+            return
+        device = world.devices.get(event.device)
+        if device is None:
+            raise Refusal(ErrorKind.NOT_FOUND, f"no device {printable(event.device)}; see the list of devices")
+        debt = world.debts.get(device.id)
+        if in_hands(device) or (debt is None and device.state is not State.OCCUPIED):
+            raise Refusal(
+                ErrorKind.UNAVAILABLE,
+                f"{device.id} is {device.state}: only a device that is reclaiming, faulty for want of its "
+                "return, or occupied has holders to end",
+            )
+        here = {holder.ref: holder for holder in device.holders}
+        missing = [target.pid for target in event.targets if target not in here]
+        if missing or not event.targets:
+            raise Refusal(
+                ErrorKind.NOT_FOUND,
+                f"process {missing[0] if missing else '(none named)'} with that start time does not hold "
+                f"{device.id}; GetHolders tells who does",
+            )
+        lease_uid = debt.uid if debt is not None and debt.lease else None
+        for target in event.targets:
+            refused = may_reap(here[target], lease_uid)
+            if refused:
+                raise Refusal(ErrorKind.NOT_AUTHORIZED, f"{refused}; nothing was ended")
+        wait = _ReapWait(event.token, key, event.fingerprint, set(event.targets))
+        self._reaps.append((device.id, wait))
+        world.note(lambda: self._reaps.remove((device.id, wait)))
+        if debt is None:
+            self.owe(device, None, Trigger.REAP, event.at, actor=event.actor, request_id=event.request_id)
+        else:
+            deadline = event.at.boot + world.settings.reclaim_deadline
+            world.put_debt(replace(debt, overdue=False, deadline=deadline))
+            world.move(
+                device,
+                Trigger.REAP,
+                event.at,
+                reason=device.reason if device.state is State.RECLAIMING else "reap",
+                actor=event.actor,
+                request_id=event.request_id,
+            )
+        debt = world.debts[device.id]
+        world.put_debt(replace(debt, targets=tuple({*debt.targets, *event.targets})))
+        for target in event.targets:
+            self._signalled[device.id, target] = (event.at.boot, "TERM")
+            world.effect(Terminate(device.id, debt.lease, here[target], "TERM", None))
+        self._look_again(device.id, event.at.boot + world.settings.kill_after)
+
+    # -- alarms ------------------------------------------------------------------------------------
+    def overdue(self, device_id: str, at: Instant) -> None:
+        """The deadline of a debt may be over: the device is faulty until the return is proven."""
+        world = self.world
+        debt = world.debts.get(device_id)
+        device = world.devices.get(device_id)
+        if debt is None or device is None or debt.overdue or debt.deadline > at.boot:
+            return
+        world.put_debt(replace(debt, overdue=True))
+        names = ", ".join(_name(holder) for holder in device.holders[:8]) or "nobody that could be seen"
+        world.audit(
+            AuditKind.HEALTH,
+            at,
+            f"{device_id} did not come back in time; it is held by {names}",
+            priority=3,
+            device=device.record,
+            lease=debt.lease,
+            trigger=Trigger.RETURN_OVERDUE,
+            reason=names,
+        )
+        world.move(device, Trigger.RETURN_OVERDUE, at)
+
+    def check(self, device_id: str) -> None:
+        """A look that was put off is due."""
+        device = self.world.devices.get(device_id)
+        if device is not None and (
+            in_hands(device)
+            or device_id in self.world.debts
+            or device.dirty
+            or device.suspected
+            or device.occupied
+            or not device.scanned
+        ):
+            self.world.effect(RequestScan((device_id,)))
+
+
+def _name(holder: Holder) -> str:
+    """Name a process for the journal."""
+    what = printable(holder.exe or holder.comm or "?", 80)
+    unit = f", {printable(holder.unit, 64)}" if holder.unit else ""
+    return f"pid {holder.pid} ({what}, uid {holder.uids[0]}{unit})"
