@@ -1,0 +1,342 @@
+"""One walk over /proc: which processes have given nodes open or mapped.
+
+How it looks, and why so:
+
+- Open files: ``statx`` of each /proc/PID/fd entry, which follows the link to the very inode.
+  The number (or, for files, device and inode) decides, never the path: a container, a bind
+  mount, a copy made by mknod or a deleted node all show other paths.  A readlink beforehand
+  would save nothing, as it costs as much as the statx.  AT_STATX_DONT_SYNC keeps a dead file
+  server from being asked.  O_PATH descriptors are no use of a device and don't count.
+- Threads that left the common descriptor table (unshare CLONE_FILES), or outlived their main
+  thread, have tables of their own; kcmp(2) tells whether there is another table to read.
+- Mappings: a device can be in use with every descriptor closed.  /proc/PID/maps shows the
+  inode of the *node*, not its number; each inode is looked up once per walk, through map_files
+  (needs CAP_CHECKPOINT_RESTORE) or else through /proc/PID/root and the path.
+- Processes that appear while the walk goes on are walked too, so that a child born by one that
+  was not read yet isn't missed.
+
+Nothing here writes, opens a node, or reads memory of a process (cmdline and environ would).
+Only standard modules: this runs in the small scan worker.
+"""
+
+# pathlib would cost the worker a megabyte and the walk its speed
+# ruff: noqa: PTH115, PTH116, PTH208
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from hetero_agent.holders import proc
+
+#: A node as the worker gets it: ("char"|"block", major, minor) or ("file", st_dev, st_ino).
+NodeKey = tuple[str, int, int]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# statx(2): flags, and the fields of struct statx that are used (linux/stat.h)
+_NO_SYNC = 0x4000  # AT_STATX_DONT_SYNC
+_NO_AUTOMOUNT = 0x800
+_NO_FOLLOW = 0x100
+_TYPE_AND_INO = 0x101  # STATX_TYPE | STATX_INO
+_STATX = struct.Struct("=28xH2xQ88xIIII")  # mode, ino, rdev major and minor, dev major and minor
+
+_KCMP_NUMBERS = {"x86_64": 312, "aarch64": 272, "riscv64": 272, "ppc64le": 354, "s390x": 343}
+_KCMP = _KCMP_NUMBERS.get(os.uname().machine)
+_KCMP_FILES = 2
+
+_MAPPING = re.compile(rb"^([0-9a-f]+-[0-9a-f]+) \S+ \S+ (\S+ [1-9]\d* +/.*)$", re.M)
+_O_PATH = 0o10000000
+_GONE = (errno.ENOENT, errno.ESRCH)
+
+#: How often the list of processes is read again for newcomers.
+_ROUNDS = 8
+
+
+class Walk:
+    """The search for one set of nodes; keeps what it learned about inodes between processes."""
+
+    def __init__(self, targets: Mapping[str, Sequence[NodeKey]]) -> None:
+        self._wanted: dict[NodeKey, list[str]] = {}
+        for device, nodes in targets.items():
+            for kind, first, second in nodes:
+                self._wanted.setdefault((kind, first, second), []).append(device)
+        self._inodes: dict[bytes, NodeKey | None] = {}
+        self._map_files = True
+        self._buffer = ctypes.create_string_buffer(256)
+
+    def inspect(self, pid: int) -> dict[str, bool]:
+        """Return the devices that PID holds; the value says that only a mapping holds it.
+
+        Raises FileNotFoundError or ProcessLookupError if it has ended, another OSError if it
+        can't be read (so it may hold anything).
+        """
+        with proc.opened(pid) as base:
+            return self.inspect_open(pid, base)
+
+    def inspect_open(self, pid: int, base: int) -> dict[str, bool]:
+        """Like `inspect`, for an open descriptor of /proc/PID."""
+        opened: set[str] = set()
+        mapped: set[str] = set()
+        self._table(base, "fd", "fdinfo", opened)
+        alive = ""
+        # two links more than threads: "." and ".."
+        if os.stat("task", dir_fd=base).st_nlink > 3:
+            alive = self._threads(pid, base, opened)
+        self._mappings(base, alive, mapped)
+        return {device: device not in opened for device in opened | mapped}
+
+    def _table(self, base: int, name: str, info: str, found: set[str]) -> None:
+        """Add the devices in one descriptor table."""
+        table = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=base)
+        try:
+            for number in os.listdir(table):
+                error = self._statx(table, number.encode(), 0)
+                if error:
+                    if error in (errno.EACCES, errno.EPERM):
+                        # ours to read the link, but not the file behind it: a user's FUSE
+                        # mount, which can't hold device nodes (nodev).  Else this raises.
+                        os.readlink(number, dir_fd=table)
+                    continue
+                devices = self._wanted.get(self._key())
+                if devices and not found.issuperset(devices) and _really_open(base, info, number):
+                    found.update(devices)
+        except FileNotFoundError:
+            # readlink of a descriptor that was closed meanwhile
+            return
+        finally:
+            os.close(table)
+
+    def _threads(self, pid: int, base: int, found: set[str]) -> str:
+        """Add what threads with tables of their own hold; return the last of them."""
+        last = pid
+        alive = ""
+        # through our own descriptor the path stays bound to that process
+        for name in os.listdir(f"/proc/self/fd/{base}/task"):
+            thread = int(name)
+            if thread == pid or _same_table(last, thread):
+                continue
+            try:
+                self._table(base, f"task/{name}/fd", f"task/{name}/fdinfo", found)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            last, alive = thread, name
+        return alive
+
+    def _mappings(self, base: int, thread: str, found: set[str]) -> None:
+        for _ in range(3):
+            lines = {key: place for place, key in _MAPPING.findall(proc.read("maps", base))}
+            if not lines and thread:
+                # an ended main thread has no memory any more, its threads have
+                memory = proc.read(f"task/{thread}/maps", base)
+                lines = {key: place for place, key in _MAPPING.findall(memory)}
+            vanished = False
+            for key, place in lines.items():
+                if key not in self._inodes:
+                    vanished |= not self._look_up(base, thread, key, place)
+                node = self._inodes.get(key)
+                if node:
+                    found.update(self._wanted[node])
+            if not vanished:
+                return
+        raise OSError(errno.EAGAIN, "mappings change faster than they can be read")
+
+    def _look_up(self, base: int, thread: str, key: bytes, place: bytes) -> bool:
+        """Learn what inode KEY of a maps line is; False if the mapping has gone meanwhile."""
+        if self._map_files:
+            low, high = place.split(b"-")
+            # the names in map_files have no leading zeros, the lines of maps may
+            name = b"%x-%x" % (int(low, 16), int(high, 16))
+            error = self._statx(base, b"map_files/" + name, 0)
+            if error == errno.ENOENT and thread:
+                error = self._statx(base, b"../" + thread.encode() + b"/map_files/" + name, 0)
+            if error in _GONE:
+                return False
+            if error != errno.EPERM:
+                # another error is the file's own (a dead file server, a user's FUSE mount)
+                node = None if error else self._key()
+                self._inodes[key] = node if node in self._wanted else None
+                return True
+            self._map_files = False
+        return self._look_up_by_path(base, key)
+
+    def _look_up_by_path(self, base: int, key: bytes) -> bool:
+        """The way without CAP_CHECKPOINT_RESTORE: the path, seen from the process's own root."""
+        numbers, _, path = key.partition(b"/")
+        device, inode = numbers.split()
+        major, minor = (int(part, 16) for part in device.split(b":"))
+        same: NodeKey = ("file", os.makedev(major, minor), int(inode))
+        if same in self._wanted:
+            self._inodes[key] = same
+            return True
+        error = self._statx(base, b"root/" + path.replace(b"\\012", b"\n"), _NO_FOLLOW)
+        if not error:
+            _, number, _, _, dev_major, dev_minor = _STATX.unpack_from(self._buffer)
+            if (number, dev_major, dev_minor) == (int(inode), major, minor):
+                node = self._key()
+                self._inodes[key] = node if node in self._wanted else None
+                return True
+        if path.startswith(b"dev/") and not path.startswith((b"dev/shm/", b"dev/zero")):
+            raise OSError(errno.EACCES, "a mapped node can't be told without CAP_CHECKPOINT_RESTORE")
+        self._inodes[key] = None
+        return True
+
+    def _statx(self, base: int, name: bytes, flags: int) -> int:
+        """Fill the buffer; return 0 or the errno."""
+        if _libc.statx(base, name, flags | _NO_SYNC | _NO_AUTOMOUNT, _TYPE_AND_INO, self._buffer):
+            return ctypes.get_errno()
+        return 0
+
+    def _key(self) -> NodeKey:
+        mode, inode, major, minor, dev_major, dev_minor = _STATX.unpack_from(self._buffer)
+        kind = stat.S_IFMT(mode)
+        if kind == stat.S_IFCHR:
+            return "char", major, minor
+        if kind == stat.S_IFBLK:
+            return "block", major, minor
+        return "file", os.makedev(dev_major, dev_minor), inode
+
+
+def _same_table(first: int, second: int) -> bool:
+    """Whether two threads share one descriptor table; False also if that can't be told."""
+    return _KCMP is not None and _libc.syscall(_KCMP, first, second, _KCMP_FILES, 0, 0) == 0
+
+
+def _really_open(base: int, info: str, number: str) -> bool:
+    """Whether a descriptor can be used at all: one of O_PATH only names the node."""
+    try:
+        text = proc.read(f"{info}/{number}", base)
+    except FileNotFoundError:
+        return False
+    for line in text.splitlines():
+        if line.startswith(b"flags:"):
+            return not int(line.split()[1], 8) & _O_PATH
+    return True
+
+
+def boottime() -> int:
+    """Return CLOCK_BOOTTIME in microseconds."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
+
+
+def pids() -> list[int]:
+    """Return the processes that /proc lists."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def blindness() -> str:
+    """Return why /proc can't show every process of the host, "" if nothing says so.
+
+    0xEFFFFFFC is the inode of the initial pid namespace (PROC_PID_INIT_INO, linux/nsfs.h).
+    """
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return "/proc belongs to another pid namespace than the agent"
+        if os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC:
+            return "the agent runs in a pid namespace: processes outside can't be seen"
+        with proc.opened(os.getpid()) as base:
+            mounts = proc.read("mountinfo", base).decode("utf-8", "replace")
+            sees_all = _has_ptrace(proc.read("status", base))
+    except OSError as error:
+        return f"/proc can't be read: {error}"
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[4] != "/proc" or after.split()[0] != "proc":
+            continue
+        for option in after.split()[2].split(","):
+            if option.removeprefix("hidepid=") in ("2", "invisible", "4", "ptraceable") and not sees_all:
+                return f"/proc is mounted with {option} and the agent has no CAP_SYS_PTRACE"
+    return ""
+
+
+def _has_ptrace(status: bytes) -> bool:
+    for line in status.splitlines():
+        if line.startswith(b"CapEff:"):
+            return bool(int(line.split()[1], 16) & 1 << 19)  # CAP_SYS_PTRACE
+    return False
+
+
+def describe(pid: int, base: int, devices: Mapping[str, bool]) -> dict[str, Any]:
+    """Return what is told about a holder.  Raises OSError if it has ended."""
+    facts = proc.stat(base)
+    _, uids = proc.status(base)
+    path = proc.cgroup(base)
+    try:
+        exe = os.fsencode(os.readlink("exe", dir_fd=base)).decode("utf-8", "backslashreplace")
+    except OSError:
+        exe = ""  # a kernel thread, or none any more
+    return {
+        "pid": pid,
+        "start": facts.start,
+        "uids": uids,
+        "exe": exe,
+        "comm": facts.comm,
+        "unit": proc.unit_of(path),
+        "cgroup": path,
+        "session": facts.session,
+        "ancestors": proc.ancestors(facts.parent),
+        "devices": dict(devices),
+    }
+
+
+def scan(
+    targets: Mapping[str, Sequence[NodeKey]],
+    skip: Collection[int] = (),
+    announce: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Walk all processes but this one and those of SKIP; call ANNOUNCE with each pid before.
+
+    Returns ``started`` (boot µs, before the first look), ``processes`` (see `describe`),
+    ``uninspected`` (pid and uid of those that can't be read), ``seen`` (how many were looked
+    at), ``blind`` (why the whole is incomplete, "" if it isn't) and ``took`` (µs).
+    """
+    started = boottime()
+    walk = Walk(targets)
+    processes: list[dict[str, Any]] = []
+    uninspected: list[tuple[int, int]] = []
+    seen: set[int] = {os.getpid(), *skip}
+    passed = len(seen)
+    for _ in range(_ROUNDS):
+        fresh = [pid for pid in pids() if pid not in seen]
+        if not fresh:
+            break
+        seen.update(fresh)
+        for pid in fresh:
+            announce(pid)
+            try:
+                with proc.opened(pid) as base:
+                    devices = walk.inspect_open(pid, base)
+                    if devices:
+                        processes.append(describe(pid, base, devices))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            except OSError:
+                uninspected.append((pid, uid_of(pid)))
+    announce(0)
+    return {
+        "started": started,
+        "processes": processes,
+        "uninspected": uninspected,
+        "seen": len(seen) - passed,
+        "blind": blindness(),
+        "took": boottime() - started,
+    }
+
+
+def uid_of(pid: int) -> int:
+    """Return the real uid of PID, the owner of /proc/PID if that can't be read, else 0."""
+    try:
+        with proc.opened(pid) as base:
+            return proc.status(base)[1][0]
+    except OSError:
+        try:
+            return os.stat(f"/proc/{pid}").st_uid
+        except OSError:
+            return 0

@@ -1,0 +1,214 @@
+"""Holder scans on request: one at a time, each answered by a `Scanned`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_agent.core.events import DeviceScan, Scanned
+from hetero_agent.core.model import Holder, Instant, Node, Role
+from hetero_agent.core.ports import Submit
+from hetero_agent.holders import proc
+from hetero_agent.holders.host import Host, LostError, StuckError
+from hetero_agent.holders.scan import NodeKey, uid_of
+from hetero_agent.text import printable
+
+_log = logging.getLogger("hetero_agent.holders")
+
+#: A scan that had to be begun again for so many seconds is given up and reported as failed.
+_BUDGET = 20.0
+#: So often a worker may die within one scan.
+_DEATHS = 3
+#: Seconds that a process whose reading blocked is left out, doubled each time up to the last.
+_FIRST_PAUSE = 30.0
+_LAST_PAUSE = 3600.0
+
+#: Lengths of what is kept of foreign texts: PATH_MAX is 4096, a comm 15, a unit name 255.
+_EXE, _COMM, _CGROUP = 1024, 32, 4096
+
+
+def node_keys(nodes: Sequence[Node]) -> list[NodeKey]:
+    """Return what the worker looks for: the own nodes only, the others are no proof of use."""
+    return [
+        ("file", node.fsdev, node.inode) if node.kind == "file" else (node.kind, node.major, node.minor)
+        for node in nodes
+        if node.role is Role.OWN
+    ]
+
+
+@dataclass(slots=True)
+class _Blocked:
+    """A process whose reading blocked a worker; left out until RETRY (loop time)."""
+
+    start: int
+    uid: int
+    retry: float
+    pause: float
+
+
+class Scanner:
+    """Coalesces requests, repeats scans that a blocked process spoiled, remembers first sightings.
+
+    BEFORE is awaited ahead of each scan; AFTER is called ahead of each Scanned, so that opens
+    the kernel has already told of are submitted before the proof that they may spoil.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        submit: Submit,
+        now: Callable[[], Instant],
+        before: Callable[[], Awaitable[None]],
+        after: Callable[[], None],
+    ) -> None:
+        self._host = host
+        self._submit = submit
+        self._now = now
+        self._before = before
+        self._after = after
+        self._wanted: dict[str, tuple[Node, ...]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._blocked: dict[int, _Blocked] = {}
+        self._since: dict[str, dict[tuple[int, int], int]] = {}
+        self.last: dict[str, Any] = {}
+
+    def request(self, targets: Mapping[str, tuple[Node, ...]]) -> None:
+        """Scan TARGETS with the next scan, which begins after this call."""
+        self._wanted.update(targets)
+        if self._task is None and self._wanted:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def forget(self, device: str) -> None:
+        """Drop the first sightings of a device that is gone."""
+        self._since.pop(device, None)
+
+    @property
+    def blocked(self) -> dict[int, int]:
+        """The processes that are left out because reading them blocks, with their uids."""
+        return {pid: entry.uid for pid, entry in self._blocked.items()}
+
+    async def stop(self) -> None:
+        """Give up what is under way and what is wanted."""
+        self._wanted.clear()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._wanted:
+                begun = loop.time()
+                batch, self._wanted = self._wanted, {}
+                try:
+                    await self._before()
+                    scanned = await self._scan(batch)
+                except Exception as error:  # a scan that fails must be heard of, whatever it was
+                    _log.exception("holder scan failed")
+                    scanned = self._failure(batch, f"internal error: {printable(error)}")
+                self._after()
+                self._submit(scanned)
+                # requests without end get half of a worker's time, not all of it
+                await asyncio.sleep(loop.time() - begun if self._wanted else 0)
+        finally:
+            self._task = None
+
+    async def _scan(self, batch: Mapping[str, tuple[Node, ...]]) -> Scanned:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _BUDGET
+        deaths = 0
+        targets = {device: node_keys(nodes) for device, nodes in batch.items()}
+        while True:
+            skipped = self._left_out(loop.time())
+            try:
+                answer = await self._host.ask({"scan": targets, "skip": skipped})
+            except StuckError as stuck:
+                self._note(stuck.pid, loop.time())
+                if loop.time() > end:
+                    return self._failure(batch, "reading /proc blocks again and again")
+                continue
+            except LostError as lost:
+                deaths += 1
+                if deaths >= _DEATHS:
+                    return self._failure(batch, str(lost))
+                continue
+            return self._result(batch, answer, skipped)
+
+    def _left_out(self, now: float) -> list[int]:
+        """Return the pids to skip now; forgets those that have ended."""
+        for pid, entry in list(self._blocked.items()):
+            # stat never waits for a process's memory, so this can't block here
+            if proc.start_of(pid) != entry.start:
+                del self._blocked[pid]
+        return [pid for pid, entry in self._blocked.items() if entry.retry > now]
+
+    def _note(self, pid: int, now: float) -> None:
+        """Remember that reading PID blocked."""
+        if not pid:
+            _log.warning("the scan worker stood still and was replaced")
+            return
+        start = proc.start_of(pid)
+        if start is None:
+            return
+        earlier = self._blocked.get(pid)
+        pause = min(earlier.pause * 2, _LAST_PAUSE) if earlier else _FIRST_PAUSE
+        uid = uid_of(pid)
+        self._blocked[pid] = _Blocked(start, uid, now + pause, pause)
+        _log.warning("reading process %d of uid %d blocks; left out for %d s", pid, uid, pause)
+
+    def _result(
+        self, batch: Mapping[str, tuple[Node, ...]], answer: Mapping[str, Any], skipped: Sequence[int]
+    ) -> Scanned:
+        at = self._now()
+        for pid in [pid for pid in self._blocked if pid not in skipped]:
+            del self._blocked[pid]  # it could be read this time
+        uninspected = tuple(
+            [(pid, uid) for pid, uid in answer["uninspected"]]
+            + [(pid, self._blocked[pid].uid) for pid in skipped if pid in self._blocked]
+        )
+        holders: dict[str, list[Holder]] = {}
+        for found in answer["processes"]:
+            for device, mapped in found["devices"].items():
+                holders.setdefault(device, []).append(self._holder(device, found, mapped, at.boot))
+        nobody = DeviceScan((), uninspected)
+        devices: dict[str, DeviceScan] = {}
+        for device in batch:
+            mine = holders.get(device)
+            if mine:
+                devices[device] = DeviceScan(tuple(mine), uninspected)
+                self._since[device] = {(one.pid, one.start): one.since for one in mine}
+            else:
+                devices[device] = nobody
+                self._since.pop(device, None)
+        self.last = {
+            "took": answer["took"],
+            "processes": answer["seen"],
+            "uninspected": len(uninspected),
+            "failed": answer["blind"],
+        }
+        return Scanned(at, answer["started"], devices, answer["blind"])
+
+    def _holder(self, device: str, found: Mapping[str, Any], mapped: bool, now: int) -> Holder:
+        pid, start = found["pid"], found["start"]
+        real, effective, saved, filesystem = found["uids"]
+        return Holder(
+            pid=pid,
+            start=start,
+            uids=(real, effective, saved, filesystem),
+            exe=printable(found["exe"], _EXE),
+            comm=printable(found["comm"], _COMM),
+            unit=printable(found["unit"]),
+            cgroup=printable(found["cgroup"], _CGROUP),
+            session=found["session"],
+            ancestors=tuple(found["ancestors"]),
+            mapped=mapped,
+            since=self._since.get(device, {}).get((pid, start), now),
+        )
+
+    def _failure(self, batch: Mapping[str, tuple[Node, ...]], reason: str) -> Scanned:
+        at = self._now()
+        self.last = {"took": 0, "processes": 0, "uninspected": 0, "failed": reason}
+        return Scanned(at, at.boot, {device: DeviceScan() for device in batch}, reason)
