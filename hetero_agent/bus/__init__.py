@@ -1,0 +1,1 @@
+"""The D-Bus boundary: transport, contract, callers, dispatcher, objects, signals."""
