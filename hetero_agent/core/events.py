@@ -116,11 +116,13 @@ class AccessPrepared:
 
 @dataclass(frozen=True, slots=True)
 class AccessFailed:
-    """The effects of a grant could not be made; they are undone already."""
+    """The effects of a grant could not be made; they are undone already.  STORE: they could,
+    but not the row ``granted``."""
 
     at: Instant
     lease: str
     reason: str
+    store: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,6 @@ from hetero_agent.core.returns import Returns
 from hetero_agent.core.world import HISTORY, Settings, World
 from hetero_agent.text import printable
 
-
 #: The source whose first complete word makes the agent ready.
 KERNEL = "kernel"
 

@@ -384,7 +384,8 @@ class Grants:
         if lease is None or not lease.alive:
             return
         refusal = Refusal(
-            ErrorKind.UNAVAILABLE, f"the devices can't be given: {printable(event.reason)}; nothing was granted"
+            ErrorKind.STORE_FAILED if event.store else ErrorKind.UNAVAILABLE,
+            f"the devices can't be given: {printable(event.reason)}; nothing was granted",
         )
         self.end(lease, Trigger.EFFECT_FAILED, event.at, reason=event.reason, refusal=refusal)
 
