@@ -320,8 +320,8 @@ class Engine:
             case WatchNodes(device, record):
                 self._holders.watch_nodes(device, record)
             case Terminate():
-                device = self.governor.devices.get(effect.device)
-                nodes = self.governor.returns.nodes_of(device) if device is not None else ()
+                held = self.governor.devices.get(effect.device)
+                nodes = self.governor.returns.nodes_of(held) if held is not None else ()
                 self._holders.terminate(effect, nodes)
             case StoreCordon(token, name, cordon):
                 self.lasting.store_cordon(

@@ -567,6 +567,12 @@ class World:
             entry = heapq.heappop(self._alarms)
             self._set.discard(entry)
             found[entry[1], entry[2]] = None
+
+        def undo() -> None:
+            for kind, name in found:
+                self.alarm(boot + 1_000_000, kind, name)
+
+        self._undo.append(undo)
         return list(found)
 
     def next_alarm(self) -> int | None:
