@@ -1,0 +1,1 @@
+"""The kernel's devices as records: uevents and sysfs in, `Observed` events out; read-only."""

@@ -1,0 +1,339 @@
+"""The kernel as a source of devices: monitor, enumerate, then news of what changed.
+
+All state lives on the loop's thread; reading is done by `Readers`.  Each device has at most one
+read under way, so a sick one costs one thread and delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+from hetero_agent.config import DiscoveryTable
+from hetero_agent.core.events import Event, Observed
+from hetero_agent.core.model import DeviceRecord, Instant, Obstacle
+from hetero_agent.discovery import address, correlate, monitor, profiles, sysfs
+from hetero_agent.discovery.facts import DeviceFacts
+from hetero_agent.discovery.readers import NoReaderError, Readers, ReadTimeoutError
+from hetero_agent.text import printable
+
+log = logging.getLogger("hetero_agent.discovery")
+
+#: Seconds for which uevents are gathered before their devices are read.
+COALESCE: Final = 0.002
+#: Seconds that reading one device may take.
+READ_DEADLINE: Final = 3.0
+#: Seconds between looks at the monitor, and at the nodes of devices that lack one.
+HEARTBEAT: Final = 2.0
+
+_PLATFORM: Final = "/sys/devices/platform/"
+
+
+class KernelSource:
+    """Devices of the kernel.  SUBMIT gets `Observed` events on the loop's thread."""
+
+    def __init__(
+        self,
+        table: DiscoveryTable,
+        profiles_dir: Path | None,
+        submit: Callable[[Event], None],
+        now: Callable[[], Instant],
+        *,
+        read_deadline: float = READ_DEADLINE,
+        buffer_sizes: tuple[int, ...] = monitor.BUFFER_SIZES,
+    ) -> None:
+        self._table = table
+        self._profiles_dir = profiles_dir
+        self._submit = submit
+        self._now = now
+        self._deadline = read_deadline
+        self._buffer_sizes = buffer_sizes
+        self._profiles = profiles.ProfileSet()
+        self._monitor: monitor.Monitor | None = None
+        self._readers = Readers()
+        self._source_problem = ""
+        self._listing = sysfs.Listing((), 0)
+        self._facts: dict[str, DeviceFacts] = {}
+        self._correlated: dict[str, correlate.Correlated] = {}
+        self._records: dict[str, DeviceRecord] = {}
+        self._dirty: set[str] = set()
+        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._stuck: set[str] = set()
+        self._unread: set[str] = set()
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._resync_reason = ""
+        self._resync_task: asyncio.Task[None] | None = None
+        self._beat_task: asyncio.Task[None] | None = None
+        self._started = False
+        self._stopped = False
+
+    # -- life -----------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Listen, enumerate, and submit what is there (`Observed` with COMPLETE).
+
+        Raises OSError if no uevent monitor can be made at all.
+        """
+        self._profiles = await asyncio.to_thread(profiles.load, self._profiles_dir)
+        self._listen()
+        await self._enumerate("", complete=True)
+        self._started = True
+        if self._resync_reason:
+            self.resync(self._resync_reason)
+        self._schedule()
+        self._beat_task = asyncio.create_task(self._beat(), name="discovery-heartbeat")
+
+    async def reload(self, profiles_dir: Path | None = None) -> None:
+        """Read the profiles again (of another directory, if given) and compare everything.
+
+        A profile that is wrong is left out and shows in `problems`; nothing is raised for it.
+        """
+        if profiles_dir is not None:
+            self._profiles_dir = profiles_dir
+        self._profiles = await asyncio.to_thread(profiles.load, self._profiles_dir)
+        known = {profile.name for profile in self._profiles.profiles}
+        self._facts = {path: facts for path, facts in self._facts.items() if facts.profile in known}
+        self._listen()
+        self.resync("profiles-reloaded")
+
+    async def stop(self) -> None:
+        """Stop listening and reading; nothing is submitted afterwards."""
+        self._stopped = True
+        if self._monitor is not None:
+            self._monitor.stop()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        tasks = [task for task in (self._beat_task, self._resync_task, *self._reading.values()) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._readers.close()
+
+    def resync(self, reason: str) -> None:
+        """Compare with the whole of /sys soon; REASON is for the audit."""
+        self._resync_reason = self._resync_reason or reason
+        if self._started and self._resync_task is None and not self._stopped:
+            self._resync_task = asyncio.create_task(self._resync(), name="discovery-resync")
+
+    def progress(self) -> float:
+        """Return when (time.monotonic) the monitor's socket was last seen readable or empty.
+
+        A stuck read of a device doesn't count: it is a problem of that device.
+        """
+        return self._monitor.last_alive if self._monitor is not None else 0.0
+
+    def problems(self) -> list[str]:
+        """Return what an administrator should know, each with what to do about it."""
+        found = list(self._profiles.problems)
+        if self._source_problem:
+            found.append(self._source_problem)
+        if self._monitor is not None and self._monitor.problem:
+            found.append(self._monitor.problem)
+        found += [
+            f"{path.rsplit('/', 1)[-1]}: reading {path} does not return; its last known state is kept"
+            for path in sorted(self._stuck)
+        ]
+        if self._unread:
+            found.append(
+                f"{self._readers.stuck} reads of devices don't return, so {len(self._unread)} devices"
+                " can't be read at all; restart the host or remove the sick devices"
+            )
+        found += [problem for one in self._correlated.values() for problem in one.problems]
+        if self._started and not self._records:
+            found.append(self._why_none())
+        return [printable(problem, 400) for problem in found]
+
+    def _why_none(self) -> str:
+        if not self._listing.anchors:
+            return (
+                f"no device: {sysfs.PCI_DEVICES} lists nothing and no class device fits a profile;"
+                " is /sys mounted and readable here?"
+            )
+        names = ", ".join(profile.name for profile in self._profiles.profiles)
+        return (
+            f"no device: {self._listing.pci_seen} PCI devices seen, none fits a profile ({names});"
+            f" a TOML file in {self._profiles_dir} adds others"
+        )
+
+    # -- uevents --------------------------------------------------------------------------------
+    def _listen(self) -> None:
+        """Start the monitor for the profiles' subsystems, before the old one (if any) stops."""
+        source, self._source_problem = monitor.choose_source(self._table.udev_source)
+        wanted = self._profiles.class_subsystems | self._profiles.node_subsystems | {"pci", "kfd", "platform"}
+        fresh = monitor.Monitor(source, wanted, self._on_events, self.resync, self._buffer_sizes)
+        fresh.start()
+        if self._monitor is not None:
+            self._monitor.stop()
+        self._monitor = fresh
+        log.info("listening to uevents of %s: %s", source, ", ".join(sorted(wanted)))
+
+    def _on_events(self, events: list[monitor.Uevent]) -> None:
+        for event in events:
+            log.debug("uevent %s %s", printable(event.action, 32), printable(event.path))
+            for path in filter(None, (event.path, event.old_path)):
+                if event.subsystem == "kfd" or self._is_part_platform(path):
+                    self._dirty.update(self._with_kfd())
+                anchor = self._anchor(path, event.subsystem)
+                if anchor is None:
+                    continue
+                if event.action == "remove" and anchor == path and anchor in self._stuck:
+                    # it is gone, whatever the read of it still waits for; another may come here
+                    self._stuck.discard(anchor)
+                    self._take(anchor, None)
+                    self._publish()
+                self._dirty.add(anchor)
+        self._schedule()
+
+    def _anchor(self, path: str, subsystem: str) -> str | None:
+        """Return the known device at or above PATH, else where one could be, None for nowhere."""
+        above = path
+        while above.count("/") > 2:
+            if above in self._facts:
+                return above
+            above = above.rpartition("/")[0]
+        if address.last_in(path) or subsystem in self._profiles.class_subsystems:
+            return sysfs.anchor_of(path, subsystem)
+        return None
+
+    def _is_part_platform(self, path: str) -> bool:
+        if not path.startswith(_PLATFORM):
+            return False
+        name = path.removeprefix(_PLATFORM).split("/", 1)[0]
+        return any(one.parts and fnmatchcase(name, one.parts.platform) for one in self._profiles.profiles)
+
+    def _with_kfd(self) -> list[str]:
+        """Return the devices whose records depend on the KFD topology, which all of them share."""
+        return [path for path, facts in self._facts.items() if "kfd" in self._profile_of(facts).facts]
+
+    def _profile_of(self, facts: DeviceFacts) -> profiles.Profile:
+        return self._profiles.named(facts.profile)
+
+    def _schedule(self) -> None:
+        if self._dirty and self._flush_timer is None and not self._stopped:
+            self._flush_timer = asyncio.get_running_loop().call_later(COALESCE, self._flush)
+
+    def _flush(self) -> None:
+        """Read what changed; a device that is being read waits for the end of that."""
+        self._flush_timer = None
+        if self._started:
+            for anchor in self._dirty - self._reading.keys() - self._stuck:
+                self._dirty.discard(anchor)
+                self._begin(anchor, publish=True)
+
+    # -- reading --------------------------------------------------------------------------------
+    def _begin(self, anchor: str, publish: bool) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._reread(anchor, publish), name=f"discovery-read {anchor}")
+        self._reading[anchor] = task
+        return task
+
+    async def _reread(self, anchor: str, publish: bool) -> None:
+        try:
+            if await self._read(anchor) and publish:
+                self._publish()
+        finally:
+            self._reading.pop(anchor, None)
+            self._schedule()
+
+    async def _read(self, anchor: str) -> bool:
+        """Read one device and take what was read; False if that was not possible."""
+        chosen = self._profiles
+        work = functools.partial(sysfs.read_device, anchor, chosen)
+        try:
+            facts = await self._readers.call(work, self._deadline, lambda: self._unstuck(anchor))
+        except ReadTimeoutError:
+            self._stuck.add(anchor)
+            log.warning("reading %s does not return; its last known state is kept", printable(anchor))
+            return False
+        except NoReaderError:
+            self._unread.add(anchor)
+            return False
+        self._unread.discard(anchor)
+        if chosen is not self._profiles:
+            self._dirty.add(anchor)
+            return False
+        self._take(anchor, facts)
+        return True
+
+    def _unstuck(self, anchor: str) -> None:
+        """An abandoned read came back: read again, now that it is possible."""
+        self._stuck.discard(anchor)
+        log.info("reading %s returned at last", printable(anchor))
+        self._dirty.add(anchor)
+        self._schedule()
+
+    def _take(self, anchor: str, facts: DeviceFacts | None) -> None:
+        earlier = self._facts.get(anchor)
+        if facts is None:
+            self._facts.pop(anchor, None)
+            self._correlated.pop(anchor, None)
+        else:
+            facts = facts.with_memory_of(earlier) if earlier else facts
+            self._facts[anchor] = facts
+            self._correlated[anchor] = correlate.correlate(facts, self._profile_of(facts))
+        others = {one.kfd for one in (earlier, facts) if one}
+        if len(others) > 1 or (earlier is None) is not (facts is None):
+            self._dirty.update(path for path in self._with_kfd() if path != anchor and others != {()})
+
+    def _publish(self, resync: str = "", complete: bool = False) -> None:
+        """Submit the difference between what is known now and what was submitted last."""
+        if self._stopped:
+            return
+        records = correlate.finish(self._correlated.values())
+        changed = tuple(record for key, record in records.items() if self._records.get(key) != record)
+        gone = tuple(key for key in self._records if key not in records)
+        self._records = records
+        if changed or gone or resync or complete:
+            self._submit(Observed(self._now(), "kernel", changed, gone, resync=resync, complete=complete))
+
+    # -- the whole of /sys --------------------------------------------------------------------
+    async def _resync(self) -> None:
+        try:
+            while self._resync_reason:
+                reason, self._resync_reason = self._resync_reason, ""
+                await self._enumerate(reason, complete=False)
+        finally:
+            self._resync_task = None
+            self._schedule()
+
+    async def _enumerate(self, reason: str, complete: bool) -> None:
+        try:
+            work = functools.partial(sysfs.list_anchors, self._profiles)
+            self._listing = await self._readers.call(
+                work, self._deadline, lambda: self.resync("listing-returned")
+            )
+        except (ReadTimeoutError, NoReaderError):
+            log.error("listing /sys does not return; devices are as last known")
+            self._publish(reason, complete)
+            return
+        wanted = self._correlated.keys() | set(self._listing.anchors)
+        self._dirty.update(wanted & self._reading.keys())
+        idle = sorted(wanted - self._reading.keys() - self._stuck)
+        await asyncio.gather(*(self._begin(anchor, publish=False) for anchor in idle))
+        self._publish(reason, complete)
+
+    async def _beat(self) -> None:
+        """Prove that the monitor can be read, look for late nodes, and resync now and then."""
+        resync_at = time.monotonic() + self._table.resync_interval
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            if self._monitor is not None:
+                self._monitor.check()
+            self._dirty.update(self._with_late_nodes(), self._unread)
+            self._schedule()
+            if time.monotonic() >= resync_at:
+                resync_at = time.monotonic() + self._table.resync_interval
+                self.resync("periodic")
+
+    def _with_late_nodes(self) -> Iterable[str]:
+        """Return the devices that wait for a node which has come without a uevent (nvidia-modprobe
+        makes its nodes by mknod)."""
+        for anchor, facts in self._facts.items():
+            drafts = self._correlated[anchor].drafts
+            waits = len(drafts) == 1 and drafts[0].record.obstacle is Obstacle.NO_NODE
+            if waits and sysfs.missing_node_changed(facts, self._profile_of(facts)):
+                yield anchor
