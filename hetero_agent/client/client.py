@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 from hetero_agent import names
 from hetero_agent.client import events, wire
-from hetero_agent.client.errors import InvalidArgument, NotFound, UnexpectedReply
+from hetero_agent.client.errors import AgentError, InvalidArgument, NotFound, UnexpectedReply
 from hetero_agent.client.manifest import Manifest
 from hetero_agent.client.results import (
     Device,
@@ -32,6 +33,8 @@ from hetero_agent.client.results import (
 )
 from hetero_agent.client.session import CALL_TIMEOUT, Session, Watch, new_request_id
 from hetero_agent.text import printable
+
+_PROPERTIES: Final = "org.freedesktop.DBus.Properties"
 
 #: How often a snapshot is begun anew because a device changed between two pages.
 _SNAPSHOT_TRIES: Final = 5
@@ -131,12 +134,13 @@ class Client:
         """Return the object path for an id, alias or object path.  Raises NotFound."""
         if name.startswith(names.DEVICES + "/"):
             return name
-        devices = (await self.snapshot()).devices
-        for device in devices:
-            if device.id == name:
-                return device.path
+        if names.DEVICE_ID.fullmatch(name):
+            path = names.device_path(name)
+            with contextlib.suppress(AgentError):
+                await self._session.call(path, _PROPERTIES, "Get", "ss", names.DEVICE, "Id")
+                return path
         folded = name.casefold()
-        for device in devices:
+        for device in (await self.snapshot()).devices:
             if device.id == folded or folded in map(str.casefold, device.aliases):
                 return device.path
         raise NotFound(f"no device {printable(name)!r}")
@@ -389,7 +393,7 @@ class Client:
         return await self._session.call(await self.lease_path(name), names.LEASE, member)
 
     async def _properties(self, path: str, interface: str) -> dict[str, Any]:
-        (got,) = await self._session.call(path, "org.freedesktop.DBus.Properties", "GetAll", "s", interface)
+        (got,) = await self._session.call(path, _PROPERTIES, "GetAll", "s", interface)
         return dict(got)
 
 

@@ -1,0 +1,1 @@
+"""heteroctl: the agent for people at a shell."""

@@ -1,0 +1,224 @@
+"""What doctor looks at on the host itself, by reading: bus, unit, udev, PCI, node modes, disks, clock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hetero_agent import names
+from hetero_agent.text import printable
+
+POLICY_FILES: Final = tuple(
+    Path(place) / f"{names.BUS_NAME}.conf"
+    for place in ("/usr/share/dbus-1/system.d", "/etc/dbus-1/system.d", "/usr/local/share/dbus-1/system.d")
+)
+
+#: PCI classes of accelerators, as beginnings of the six digits of sysfs's ``class`` (pci.ids).
+_CLASSES: Final = {
+    "0300": "VGA controller",
+    "0302": "3D controller",
+    "0380": "display controller",
+    "0b40": "co-processor",
+    "1200": "processing accelerator",
+    "0207": "InfiniBand adapter",
+}
+
+#: Vendors whose display controllers are a server's or a virtual machine's console (pci.ids).
+_CONSOLES: Final = frozenset({"1a03", "102b", "1013", "1234", "1af4", "15ad", "1414", "1b36"})
+
+#: The module that drives what a vendor makes, as far as one can say from the vendor.
+_DRIVERS: Final = {
+    "10de": "nvidia",
+    "1002": "amdgpu",
+    "8086": "i915 or xe",
+    "1da3": "habanalabs",
+    "15b3": "mlx5_core",
+    "10ee": "xocl",
+}
+
+_FIRST_SANE_YEAR: Final = 2024
+_SYSTEMCTL_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.  LEVEL is ``ok``, ``note`` (worth knowing) or ``wrong``."""
+
+    level: str
+    subject: str
+    text: str
+    next: str = ""
+
+
+def udev(control: Path = Path("/run/udev/control")) -> Finding:
+    """Is udev there, which gives device nodes their final owner and mode?"""
+    if control.exists():
+        return Finding("ok", "udev", "running")
+    return Finding(
+        "wrong",
+        "udev",
+        f"{control} is missing: udev is not running here, so the agent listens to the kernel only",
+        "start systemd-udevd; in a container mount /run/udev read-only",
+    )
+
+
+def policy(files: Iterable[Path] = POLICY_FILES) -> Finding:
+    """Is the bus policy installed, without which the agent can't own its name?"""
+    for path in files:
+        if path.exists():
+            return Finding("ok", "bus policy", str(path))
+    return Finding(
+        "wrong",
+        "bus policy",
+        f"{names.BUS_NAME}.conf is in none of dbus's directories: the agent may not own its name",
+        f"install dbus/{names.BUS_NAME}.conf in /usr/share/dbus-1/system.d and systemctl reload dbus",
+    )
+
+
+def unit() -> Finding | None:
+    """What systemd says of the service; None where there is no systemd."""
+    systemctl = shutil.which("systemctl")
+    if systemctl is None or not Path("/run/systemd/system").is_dir():
+        return None
+    step = "systemctl enable --now hetero-agent; journalctl -u hetero-agent -e says why it ended"
+    try:
+        done = subprocess.run(
+            [systemctl, "show", "-p", "LoadState,ActiveState,SubState,StatusText", "hetero-agent.service"],
+            capture_output=True,
+            text=True,
+            timeout=_SYSTEMCTL_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding("wrong", "service", "systemd does not answer", "systemctl status hetero-agent")
+    state = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    if state.get("LoadState") != "loaded":
+        return Finding("wrong", "service", "hetero-agent.service is not installed", "install the package")
+    text = f"{state.get('ActiveState', '?')} ({state.get('SubState', '?')})"
+    if state.get("StatusText"):
+        text += f": {printable(state['StatusText'])}"
+    good = state.get("ActiveState") in ("active", "reloading")
+    return Finding("ok" if good else "wrong", "service", text, "" if good else step)
+
+
+def pci_without_driver(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
+    """Accelerators on the PCI bus that no driver is bound to, or vfio-pci is."""
+    for device in sorted(_entries(sysfs / "bus/pci/devices")):
+        kind = _read(device / "class").removeprefix("0x")
+        vendor = _read(device / "vendor").removeprefix("0x")
+        name = _CLASSES.get(kind[:4])
+        if name is None or (kind[:2] == "03" and vendor in _CONSOLES):
+            continue
+        driver = (device / "driver").resolve().name if (device / "driver").exists() else ""
+        where = f"{device.name}, a {name} of vendor {vendor or '?'}"
+        if not driver:
+            module = _DRIVERS.get(vendor)
+            step = f"install and load its driver ({module})" if module else "install and load its driver"
+            yield Finding("wrong", "pci", f"{where}, has no driver", step)
+        elif driver == "vfio-pci":
+            yield Finding("note", "pci", f"{where}, is given to virtual machines (vfio-pci)")
+
+
+def pci_accelerators(sysfs: Path = Path("/sys")) -> int:
+    """Return how many accelerators there are on the PCI bus."""
+    count = 0
+    for device in _entries(sysfs / "bus/pci/devices"):
+        kind = _read(device / "class").removeprefix("0x")
+        console = kind[:2] == "03" and _read(device / "vendor").removeprefix("0x") in _CONSOLES
+        count += kind[:4] in _CLASSES and not console
+    return count
+
+
+def node_mode(device: str, path: str, kind: str) -> Finding | None:
+    """Is a device's own node there, for its group and not for everybody?
+
+    Nodes of RDMA are for everybody by rdma-core's own rules; files are a simulator's.
+    """
+    try:
+        status = Path(path).stat()
+    except FileNotFoundError:
+        step = "udevadm settle; heteroctl show names the nodes; the driver may have failed"
+        return Finding("wrong", "node", f"{path} of {device} does not exist", step)
+    except OSError as error:
+        return Finding("wrong", "node", f"{path} of {device}: {printable(error.strerror)}")
+    mode = stat.S_IMODE(status.st_mode)
+    if kind == "file" or path.startswith("/dev/infiniband/"):
+        return None
+    if mode & 0o666 == 0o666:
+        return Finding(
+            "wrong",
+            "node",
+            f"{path} of {device} has mode {mode:04o}: everybody can use it without a lease",
+            "look for a stray rule: grep -r 0666 /etc/udev/rules.d /run/udev/rules.d; then udevadm trigger",
+        )
+    if status.st_uid == 0 and status.st_gid == 0 and not mode & 0o066:
+        return Finding(
+            "wrong",
+            "node",
+            f"{path} of {device} is root:root {mode:04o}: only root can use it, lease or not",
+            "a udev rule should give it a group (render, video): is the driver's package complete?",
+        )
+    return None
+
+
+def directories(
+    paths: Iterable[Path] = (Path(names.RUNTIME_DIR), Path(names.STATE_DIR)),
+) -> Iterator[Finding]:
+    """Can the agent store what it must: room, read-write, nothing set aside as corrupt?"""
+    for path in paths:
+        try:
+            state = os.statvfs(path)
+            aside = [one.name for one in path.iterdir() if ".corrupt" in one.name or ".aside" in one.name]
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            yield Finding("note", "store", f"{path} is readable for root only: not looked at")
+            continue
+        except OSError as error:
+            yield Finding("wrong", "store", f"{path}: {printable(error.strerror)}", "is the disk well?")
+            continue
+        step = "grants go on; cordons can't be stored. Make room, or mount it read-write"
+        if state.f_flag & os.ST_RDONLY:
+            yield Finding("wrong", "store", f"{path} is read-only", step)
+        elif state.f_bavail == 0 or (state.f_files and state.f_favail == 0):
+            yield Finding("wrong", "store", f"{path} is full", step)
+        elif aside:
+            names_shown = ", ".join(printable(one, 80) for one in sorted(aside)[:4])
+            yield Finding(
+                "wrong",
+                "store",
+                f"{path} holds files that were set aside as unusable: {names_shown}",
+                "journalctl -u hetero-agent says what was wrong; remove them once looked at",
+            )
+        else:
+            yield Finding("ok", "store", f"{path} is writable and has room")
+
+
+def clock(now: float | None = None) -> Finding:
+    """Is the wall clock set?  Deadlines don't need it; what people read does."""
+    moment = time.time() if now is None else now
+    year = time.gmtime(moment).tm_year
+    if year < _FIRST_SANE_YEAR:
+        return Finding("wrong", "clock", f"the wall clock says {year}", "timedatectl set-ntp true")
+    return Finding("ok", "clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment)))
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return list(path.iterdir())
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip().lower()
+    except OSError:
+        return ""

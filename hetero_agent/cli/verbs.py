@@ -1,0 +1,162 @@
+"""How a verb is added to the command line, and the options that several verbs share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from hetero_agent.cli.table import Printer
+
+if TYPE_CHECKING:
+    from hetero_agent.client import Client
+
+#: What a verb does with a connection, and without one; both return the exit code.
+Connected = Callable[["Client", argparse.Namespace, Printer], Awaitable[int]]
+Unconnected = Callable[[argparse.Namespace, Printer], int]
+
+POLICIES = ("least-allocated", "packed", "most-free-memory")
+
+#: Keys of --require whose values are text even if they look like numbers.
+_TEXT_KEYS = frozenset({"vendor", "model", "driver", "serial"})
+
+
+class Verbs:
+    """The verbs of heteroctl; every one takes the COMMON options."""
+
+    def __init__(self, parsers: Any, common: argparse.ArgumentParser) -> None:
+        self._parsers = parsers
+        self.common = common
+
+    def add(self, name: str, text: str, handler: Connected) -> argparse.ArgumentParser:
+        """Add a verb that speaks to the agent."""
+        return self._add(name, text, handler, True)
+
+    def add_alone(self, name: str, text: str, handler: Unconnected) -> argparse.ArgumentParser:
+        """Add a verb that needs no connection, or makes its own."""
+        return self._add(name, text, handler, False)
+
+    def _add(self, name: str, text: str, handler: object, connects: bool) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = self._parsers.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", parents=[self.common]
+        )
+        parser.set_defaults(handler=handler, connects=connects)
+        return parser
+
+
+def common_options() -> argparse.ArgumentParser:
+    """Return a parser with the options of every verb; they may stand before the verb too."""
+    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON document (watch: one a line)")
+    parser.add_argument("--bus", metavar="ADDRESS", help="address of the bus (default: the system bus)")
+    return parser
+
+
+def request_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which devices are wanted."""
+    parser.add_argument("-r", "--resource", required=True, help="resource name, such as nvidia.com/gpu")
+    parser.add_argument("-n", "--count", type=positive, default=1, metavar="N", help="devices (default: 1)")
+    parser.add_argument("--policy", choices=POLICIES, help="how to choose among the free devices")
+    parser.add_argument(
+        "--require",
+        action="append",
+        type=requirement,
+        default=[],
+        metavar="KEY=VALUE",
+        help="only devices with this attribute, vendor, model, driver, numa-node or serial (numbers: at least)",
+    )
+    parser.add_argument(
+        "-d",
+        "--device",
+        action="append",
+        dest="devices",
+        default=[],
+        metavar="DEVICE",
+        help="exactly these devices (repeat for each)",
+    )
+
+
+def lease_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a lease is to be like."""
+    parser.add_argument("--client", metavar="NAME", help="client name: limits count by user and client")
+    parser.add_argument("--label", metavar="TEXT", help="a word for the lease, for its owner")
+    parser.add_argument("--on-fault", choices=("mark", "kill"), help="when a device becomes unhealthy")
+    parser.add_argument("--on-end", choices=("wait", "kill"), help="what still holds a device after it")
+
+
+def binding_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a lease's life hangs on."""
+    parser.add_argument("--pid", type=positive, help="the lease ends with this process")
+    parser.add_argument("--unit", help="the lease ends with this systemd unit")
+    parser.add_argument(
+        "--ttl", type=seconds, metavar="SECONDS", help="the lease ends after this unless confirmed again"
+    )
+
+
+def request_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the choosing options as the client library takes them."""
+    return {
+        "policy": args.policy,
+        "require": dict(args.require) or None,
+        "devices": [device_name(one) for one in args.devices] or None,
+    }
+
+
+def lease_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the lease as the client library takes them."""
+    return {
+        "client": args.client,
+        "label": args.label,
+        "on_fault": args.on_fault,
+        "on_end": args.on_end,
+    }
+
+
+def binding_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the binding as the client library takes it."""
+    return {
+        "pid": args.pid,
+        "unit": args.unit,
+        "ttl": None if args.ttl is None else int(args.ttl * 1_000_000),
+    }
+
+
+def device_name(text: str) -> str:
+    """Return a device argument as an id or alias: object paths become ids."""
+    from hetero_agent import names  # noqa: PLC0415
+
+    if text.startswith("/"):
+        try:
+            return names.device_id_of(text)
+        except ValueError:
+            return text
+    return text
+
+
+# -- types of arguments (argparse turns the ValueError's class into "invalid NAME value") ------------
+def positive(text: str) -> int:
+    """Read a whole number from 1 on."""
+    value = int(text)
+    if not 1 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds, 0 or more, a fraction allowed."""
+    value = float(text)
+    if not 0 <= value <= 10**9:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def requirement(text: str) -> tuple[str, str | int | bool]:
+    """Read KEY=VALUE; whole numbers, true and false are what they look like."""
+    key, found, value = text.partition("=")
+    if not found or not key or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    if key in _TEXT_KEYS:
+        return key, value
+    if value in ("true", "false"):
+        return key, value == "true"
+    return key, int(value) if value.isascii() and value.isdigit() else value
