@@ -155,7 +155,7 @@ class Walk:
             # the names in map_files have no leading zeros, the lines of maps may
             name = b"%x-%x" % (int(low, 16), int(high, 16))
             error = self._statx(base, b"map_files/" + name, 0)
-            if error == errno.ENOENT and thread:
+            if error in _GONE and thread:
                 error = self._statx(base, b"../" + thread.encode() + b"/map_files/" + name, 0)
             if error in _GONE:
                 return False
