@@ -29,6 +29,8 @@ _MAGIC: Final = b"SQLite format 3\0"
 _HEADER: Final = 100
 _KEEP_ASIDE: Final = 3
 _LOCK_WAIT: Final = 3.0
+#: Pages in the WAL at which a commit moves them to the file: the longest such commit stays short.
+_CHECKPOINT: Final = 250
 _SIDES: Final = ("-wal", "-shm", "-journal")
 
 
@@ -163,12 +165,16 @@ def _connect(path: Path, kind: Kind) -> sqlite3.Connection:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute(f"PRAGMA synchronous={kind.synchronous}")
         connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT}")
         connection.execute("PRAGMA temp_store=MEMORY")
         connection.execute("PRAGMA trusted_schema=OFF")
         _check_version(path, connection.execute("PRAGMA user_version").fetchone()[0], kind)
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
-            raise _Corrupt(printable(verdict))
+            raise _Corrupt(printable(" ".join(str(verdict).split())))
+        made = {row[0] for row in connection.execute("SELECT sql FROM sqlite_master")}
+        if not made.issuperset(kind.schema):
+            raise _Corrupt("not the tables of its schema")
     except sqlite3.Error as error:
         connection.close()
         name = getattr(error, "sqlite_errorname", "")
@@ -212,12 +218,9 @@ def _make(path: Path, kind: Kind) -> None:
 
 
 def _set_aside(path: Path, reason: str) -> str:
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    aside = path.with_name(f"{path.name}.corrupt-{stamp}")
-    number = 1
-    while aside.exists() or aside.is_symlink():
-        number += 1
-        aside = path.with_name(f"{path.name}.corrupt-{stamp}.{number}")
+    moment = time.time_ns() // 1000
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(moment // 1_000_000))
+    aside = path.with_name(f"{path.name}.corrupt-{stamp}.{moment % 1_000_000:06}Z")
     try:
         path.rename(aside)
         for side in _SIDES:

@@ -186,7 +186,7 @@ class SqliteLedger:
         self._backlog = len(audits) + len(lost)
         for table, key, reason in bad:
             restored.notes.append(
-                f"{self._path}: a row of {table} was damaged ({reason}), now in quarantine: {printable(key, 80)}"
+                f"{self._path}: a damaged row of {table} ({reason}) is in quarantine: {printable(key, 80)}"
             )
         self._quarantine(db, bad, lost, restored, now)
 
@@ -263,31 +263,40 @@ class SqliteLedger:
     def commit(self, changes: Changes) -> None:
         """Store all of CHANGES in one transaction.  Raises StoreError; nothing is stored then."""
         db = self._open_again()
-        now = self._now()
         try:
-            db.execute("BEGIN IMMEDIATE")
-            self._put_all(db, "leases", changes.leases.items())
-            self._put_all(db, "debts", changes.debts.items())
-            self._put_all(db, "records", changes.records.items())
-            for key, request in changes.requests.items():
-                self._put_request(db, _key(key), request, now)
-            for audit in changes.audits:
-                self._put(db, "outbox", audit.sequence, encode(audit))
-            self._put(db, "counters", _COUNTERS, encode(Counters(changes.sequence, changes.generation)))
-            purge_at = self._purge(db, now)
-            db.execute("COMMIT")
+            try:
+                self._store(db, changes)
+            except sqlite3.OperationalError as error:
+                if getattr(error, "sqlite_errorname", "") != "SQLITE_FULL":
+                    raise
+                # Part of the space may be taken by pages in the WAL that the file could hold.
+                self._roll_back(db)
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                self._store(db, changes)
         except (sqlite3.Error, ValueError, TypeError) as error:
-            self._roll_back(db)
             raise StoreError(f"{self._path}: not stored: {printable(error)}") from error
-        except BaseException:
+        finally:
             self._roll_back(db)
-            raise
-        self._purge_at = purge_at
         if changes.audits:
             self._backlog += len(changes.audits)
             self._tail.extend(changes.audits)
             if self.on_audit is not None:
                 self.on_audit()
+
+    def _store(self, db: sqlite3.Connection, changes: Changes) -> None:
+        now = self._now()
+        db.execute("BEGIN IMMEDIATE")
+        self._put_all(db, "leases", changes.leases.items())
+        self._put_all(db, "debts", changes.debts.items())
+        self._put_all(db, "records", changes.records.items())
+        for key, request in changes.requests.items():
+            self._put_request(db, _key(key), request, now)
+        for audit in changes.audits:
+            self._put(db, "outbox", audit.sequence, encode(audit))
+        self._put(db, "counters", _COUNTERS, encode(Counters(changes.sequence, changes.generation)))
+        purge_at = self._purge(db, now)
+        db.execute("COMMIT")
+        self._purge_at = purge_at
 
     def _open_again(self) -> sqlite3.Connection:
         if self._db is None:
@@ -325,7 +334,7 @@ class SqliteLedger:
         return now.boot if cursor.rowcount >= _PURGE_BATCH else now.boot + _PURGE_EVERY
 
     def _roll_back(self, db: sqlite3.Connection) -> None:
-        # SQLite has rolled back by itself after some errors (no space, I/O).
+        """End a transaction that is still open; after some errors SQLite has ended it itself."""
         if db.in_transaction:
             db.execute("ROLLBACK")
 
