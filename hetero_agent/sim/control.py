@@ -24,20 +24,24 @@ Do = Callable[[Command], Awaitable[dict[str, Any]]]
 
 
 def listen(path: Path) -> socket.socket:
-    """Make the socket, mode 0600 from its first moment.  A socket left by a dead simulator is
-    replaced.  Raises SimError."""
+    """Make the socket, mode 0600 from its first moment and answering once it is there.  A socket
+    left by a dead simulator is replaced.  Raises SimError."""
+    new = path.with_name(f".{path.name}")
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if path.is_socket() and not _alive(path):
-            path.unlink()
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        if os.path.lexists(path) and (not path.is_socket() or _alive(path)):
+            raise SimError(f"control socket {printable(path)}: another simulator has it, or it is no socket")
+        new.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
-            server.bind(str(path))
+            server.bind(str(new))
         finally:
             os.umask(before)
         server.listen(16)
+        new.rename(path)
     except OSError as error:
+        server.close()
         raise SimError(f"control socket {printable(path)}: {error.strerror or printable(error)}") from error
     return server
 
