@@ -81,6 +81,7 @@ class Ending:
         if pidfd is None:
             raise _RefusedError("the process has ended")
         try:
+            _check_user_process(ref.pid)
             await self._check_holds(ref.pid, nodes)
             _check_identity(ref.pid, order.uid)
             signal.pidfd_send_signal(pidfd, number)
@@ -98,11 +99,16 @@ class Ending:
             raise _RefusedError("it does not hold the device any more")
 
 
-def _check_identity(pid: int, uid: int | None) -> None:
-    """Last of all, as a process can change its uids by exec.  Raises _RefusedError or OSError."""
+def _check_user_process(pid: int) -> None:
     with proc.opened(pid) as base:
         if proc.stat(base).flags & proc.KERNEL_THREAD:
             raise _RefusedError("it is a kernel thread")
-        uids = proc.status(base)[1]
-    if uid is not None and set(uids) != {uid}:
-        raise _RefusedError(f"it does not run as uid {uid} alone")
+
+
+def _check_identity(pid: int, uid: int | None) -> None:
+    """Last of all, as a process can change its uids by exec.  Raises _RefusedError or OSError."""
+    if uid is None:
+        return
+    with proc.opened(pid) as base:
+        if set(proc.status(base)[1]) != {uid}:
+            raise _RefusedError(f"it does not run as uid {uid} alone")

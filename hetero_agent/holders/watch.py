@@ -109,7 +109,8 @@ class NodeWatch:
     async def settled(self) -> None:
         """Wait until the watches asked for are in place, but no longer than a second."""
         try:
-            await asyncio.wait_for(self._settled.wait(), _SETTLE)
+            async with asyncio.timeout(_SETTLE):
+                await self._settled.wait()
         except TimeoutError:
             _log.warning("placing the watches of device nodes blocks")
 

@@ -166,7 +166,8 @@ def test_process_that_appears_during_the_walk_is_walked_too(tmp_path: Path) -> N
     def announce(pid: int) -> None:
         # the list of processes has been read by now
         if not late:
-            late.append(subprocess.Popen(["sleep", "60"], stdin=open(node.path, "rb")))
+            with open(node.path, "rb") as file:
+                late.append(subprocess.Popen(["sleep", "60"], stdin=file))
 
     try:
         answer = scan.scan({"a": node_keys([node])}, announce=announce)

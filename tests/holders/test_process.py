@@ -1,0 +1,184 @@
+"""Whose process it is, and the news of its end, with real processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_agent.core.events import OwnerGone
+from hetero_agent.core.model import Binding, ProcessRef
+from hetero_agent.core.ports import ProcessFacts
+from hetero_agent.holders import process
+from hetero_agent.holders.process import identify
+from tests.holders.holding import STRANGER, Child, Rig, as_user, holding, now, with_rig
+from tests.support.wait import wait_until
+
+NOWHERE = "/dev/null"
+
+
+def bound(child: Child) -> Binding:
+    """A binding to the child."""
+    return Binding(pid=ProcessRef(child.pid, child.start))
+
+
+def test_facts_of_a_process() -> None:
+    with holding(NOWHERE, "none", as_user(STRANGER)) as child:
+        assert identify(child.pid) == ProcessFacts(ProcessRef(child.pid, child.start), (STRANGER,) * 4, unit="")
+
+
+def test_all_four_uids_are_told() -> None:
+    changed = ["setpriv", f"--ruid={STRANGER}", "--clear-groups"]
+    with holding(NOWHERE, "none", changed) as child:
+        facts = identify(child.pid)
+        assert facts is not None
+        assert facts.uids == (STRANGER, 0, 0, 0)
+
+
+def test_no_process_has_no_facts() -> None:
+    with holding(NOWHERE, "none") as child:
+        pass
+    assert identify(child.pid) is None
+    assert identify(0) is None
+    assert identify(-1) is None
+    assert identify(2**31 - 1) is None
+
+
+def test_a_zombie_has_no_facts() -> None:
+    with holding(NOWHERE, "zombie") as child:
+        zombie = int(child.said)
+        assert Path(f"/proc/{zombie}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        assert identify(zombie) is None
+
+
+def test_threads_alone_are_a_process_still_but_no_thread_is_one() -> None:
+    with holding(NOWHERE, "leaderless") as child:
+        facts = identify(child.pid)
+        assert facts is not None
+        assert facts.ref == ProcessRef(child.pid, child.start)
+        (thread,) = (int(name) for name in os.listdir(f"/proc/{child.pid}/task") if name != str(child.pid))
+        assert identify(thread) is None
+
+
+def test_a_kernel_thread_has_no_facts() -> None:
+    assert Path("/proc/2/comm").read_text() == "kthreadd\n"
+    assert identify(2) is None
+
+
+def test_the_end_of_a_killed_process_is_told_at_once() -> None:
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "none") as child:
+            rig.edge.watch_process("lease", bound(child))
+            assert rig.edge.stats()["watched-processes"] == 1
+            await rig.scan(a=())
+            assert rig.of(OwnerGone) == []
+            before = now().boot
+            os.kill(child.pid, signal.SIGKILL)
+            gone = await rig.next(OwnerGone)
+            # not reaped yet: a zombie has ended
+            assert os.path.exists(f"/proc/{child.pid}")
+            assert (gone.lease, gone.how) == ("lease", "pid")
+            assert before <= gone.at.boot < before + 500_000
+        assert rig.edge.stats()["watched-processes"] == 0
+
+    with_rig(test)
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_another_process_with_the_same_pid_is_not_the_owner(difference: int) -> None:
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "none") as child:
+            rig.edge.watch_process("lease", Binding(pid=ProcessRef(child.pid, child.start + difference)))
+            assert rig.events == [], "never within the call"
+            assert (await rig.next(OwnerGone)).lease == "lease"
+
+    with_rig(test)
+
+
+def test_an_owner_that_has_ended_already() -> None:
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "none") as child:
+            binding = bound(child)
+        rig.edge.watch_process("lease", binding)
+        assert (await rig.next(OwnerGone)).lease == "lease"
+
+    with_rig(test)
+
+
+def test_an_owner_that_is_a_zombie_already() -> None:
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "zombie") as child:
+            zombie = int(child.said)
+            start = int(Path(f"/proc/{zombie}/stat").read_text().rpartition(")")[2].split()[19])
+            rig.edge.watch_process("lease", Binding(pid=ProcessRef(zombie, start)))
+            await rig.next(OwnerGone)
+
+    with_rig(test)
+
+
+def test_an_owner_whose_main_thread_ended_lives() -> None:
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "leaderless") as child:
+            state = Path(f"/proc/{child.pid}/stat")
+            wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z", what="a zombie")
+            rig.edge.watch_process("lease", bound(child))
+            await rig.scan(a=())
+            assert rig.of(OwnerGone) == []
+        await rig.next(OwnerGone)
+
+    with_rig(test)
+
+
+def test_leases_of_one_process_end_together_and_rebound_ones_do_not() -> None:
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "none") as first, holding(NOWHERE, "none") as second:
+            for lease in "abcd":
+                rig.edge.watch_process(lease, bound(first))
+            assert rig.edge.stats()["watched-processes"] == 1
+            rig.edge.watch_process("b", bound(second))
+            rig.edge.watch_process("c", Binding(ttl=1))
+            rig.edge.unwatch_process("d")
+            rig.edge.unwatch_process("never heard of")
+            first.kill()
+            await rig.next(OwnerGone)
+            await rig.scan(a=())
+            assert [event.lease for event in rig.of(OwnerGone)] == ["a"]
+            second.kill()
+            assert (await rig.next(OwnerGone, 2)).lease == "b"
+
+    with_rig(test)
+
+
+@pytest.fixture
+def no_descriptors() -> Iterator[None]:
+    """A process that has no number left for another descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_out_of_descriptors_the_end_is_told_a_little_later(
+    no_descriptors: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_LOOK_EVERY", 0.05)
+
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "none") as child:
+            binding = bound(child)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            rig.edge.watch_process("lease", binding)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert rig.edge.stats()["polled-processes"] == 1
+            await rig.scan(a=())
+            await rig.scan(a=())
+            assert rig.of(OwnerGone) == []
+            os.kill(child.pid, signal.SIGKILL)
+            await rig.next(OwnerGone)
+            assert rig.edge.stats()["polled-processes"] == 0
+
+    with_rig(test)
