@@ -113,13 +113,22 @@ def encode_into(buffer: bytearray, signature: str, values: Sequence[Any]) -> byt
 
 def joined(pieces: Iterable[bytes]) -> bytes:
     """Return an array (the whole body) made of elements of alignment 8 encoded one by one."""
-    buffer = bytearray(8)
-    end = 8
+    return append_joined(b"", pieces)
+
+
+def append_joined(before: bytes, pieces: Iterable[bytes]) -> bytes:
+    """Return the body BEFORE with such an array after it."""
+    buffer = bytearray(before)
+    buffer += _PAD[-len(buffer) & 3]
+    at = len(buffer)
+    buffer += _PAD[4]
+    buffer += _PAD[-len(buffer) & 7]
+    start = end = len(buffer)
     for piece in pieces:
         buffer += _PAD[-end & 7]
         buffer += piece
         end = len(buffer)
-    _U32.pack_into(buffer, 0, end - 8)
+    _U32.pack_into(buffer, at, end - start)
     return bytes(buffer)
 
 

@@ -1,0 +1,81 @@
+"""org.heteroagent.Agent1.Device: nodes, history, holders, cordon."""
+
+from __future__ import annotations
+
+from hetero_agent import names
+from hetero_agent.bus import decode, values
+from hetero_agent.bus.calls import Call, Entry, Result, Table, ask
+from hetero_agent.bus.whomay import HISTORY_ACTORS, Guard
+from hetero_agent.core.effects import Refusal
+from hetero_agent.core.events import SetCordon
+from hetero_agent.core.model import Device
+from hetero_agent.core.ports import Engine
+
+
+class Devices:
+    """Handlers of the Device interface; the dispatcher has made sure that the device exists."""
+
+    def __init__(self, engine: Engine, guard: Guard) -> None:
+        self._engine = engine
+        self._guard = guard
+
+    def table(self) -> Table:
+        """The rows of the dispatcher."""
+        return {
+            f"{names.DEVICE}.GetNodes": Entry(self._nodes),
+            f"{names.DEVICE}.GetHistory": Entry(self._history),
+            f"{names.DEVICE}.GetHolders": Entry(self._holders, subject=self._device),
+            f"{names.DEVICE}.Cordon": Entry(self._cordon, _cordon_arguments),
+            f"{names.DEVICE}.Uncordon": Entry(self._cordon, _uncordon_arguments),
+        }
+
+    def _device(self, call: Call) -> Device:
+        return self._engine.view.devices[names.device_id_of(call.path)]
+
+    def _nodes(self, call: Call) -> Result:
+        nodes = self._device(call).record.nodes
+        return ([(one.path, str(one.role), one.kind, one.major, one.minor) for one in nodes],)
+
+    def _history(self, call: Call) -> Result:
+        most = min(call.arguments[0], 20)
+        with_actor = True
+        try:
+            self._guard.check(HISTORY_ACTORS, call.caller, call.member)
+        except Refusal:
+            with_actor = False
+        records = self._engine.view.history(self._device(call).id, most) if most else ()
+        return ([values.history(one, with_actor) for one in records],)
+
+    def _holders(self, call: Call) -> Result:
+        device = self._device(call)
+        all_of_them = self._guard.in_group(call.caller)
+        now = self._engine.now()
+        return (
+            [
+                values.holder(one, device.lease, now)
+                for one in device.holders
+                if all_of_them or call.caller.uid in one.uids
+            ],
+        )
+
+    async def _cordon(self, call: Call) -> Result:
+        reason: str | None = call.request
+        device = self._device(call).id
+        fingerprint = decode.fingerprint(call.member, device, reason)
+        await ask(
+            self._engine,
+            lambda token: SetCordon(
+                self._engine.now(), token, call.caller.actor(), call.request_id, fingerprint, device, reason
+            ),
+        )
+        return ()
+
+
+def _cordon_arguments(call: Call) -> str:
+    identifier, reason = call.arguments
+    call.request_id = decode.request_id(identifier)
+    return decode.cordon_reason(reason)
+
+
+def _uncordon_arguments(call: Call) -> None:
+    call.request_id = decode.request_id(call.arguments[0])
