@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 from hetero_agent import names
 from hetero_agent.client import events, wire
+from hetero_agent.client.contract import OBJECT_MANAGER, PROPERTIES
 from hetero_agent.client.errors import AgentError, InvalidArgument, NotFound, UnexpectedReply
 from hetero_agent.client.manifest import Manifest
 from hetero_agent.client.results import (
@@ -33,8 +34,6 @@ from hetero_agent.client.results import (
 )
 from hetero_agent.client.session import CALL_TIMEOUT, Session, Watch, new_request_id
 from hetero_agent.text import printable
-
-_PROPERTIES: Final = "org.freedesktop.DBus.Properties"
 
 #: How often a snapshot is begun anew because a device changed between two pages.
 _SNAPSHOT_TRIES: Final = 5
@@ -99,7 +98,9 @@ class Client:
     # -- reading ------------------------------------------------------------------------------
     async def status(self) -> Status:
         """Return the Manager's properties."""
-        return Status.of_properties(await self._properties(names.ROOT, names.MANAGER))
+        got = await self._properties(names.ROOT, names.MANAGER)
+        with _well_formed():
+            return Status.of_properties(got)
 
     async def snapshot(self) -> Snapshot:
         """Return all devices, read at one generation if they hold still for it."""
@@ -109,26 +110,28 @@ class Client:
             page = 0
             while True:
                 try:
-                    header, rows = await self._manager("GetSnapshot", "u", page)
+                    header, rows = await self._manager("GetSnapshot", page)
                 except InvalidArgument:
                     if not page:
                         raise
                     break  # fewer pages than there were
-                first = first or header
-                if header["generation"] != first["generation"] and attempt < _SNAPSHOT_TRIES - 1:
-                    break
-                devices.update((device.id, device) for device in map(Device.of_row, rows))
-                page += 1
-                if page >= header["pages"]:
-                    return Snapshot(
-                        header["epoch"], header["generation"], header["complete"], tuple(devices.values())
-                    )
+                with _well_formed():
+                    first = first or header
+                    if header["generation"] != first["generation"] and attempt < _SNAPSHOT_TRIES - 1:
+                        break
+                    devices.update((device.id, device) for device in map(Device.of_row, rows))
+                    page += 1
+                    if page >= header["pages"]:
+                        found = tuple(devices.values())
+                        return Snapshot(header["epoch"], header["generation"], header["complete"], found)
         raise UnexpectedReply("the devices changed faster than they could be read")
 
     async def device(self, name: str) -> Device:
         """Return the device with this id, alias or object path.  Raises NotFound."""
         path = await self.device_path(name)
-        return Device.of_properties(path, await self._properties(path, names.DEVICE))
+        got = await self._properties(path, names.DEVICE)
+        with _well_formed():
+            return Device.of_properties(path, got)
 
     async def device_path(self, name: str) -> str:
         """Return the object path for an id, alias or object path.  Raises NotFound."""
@@ -137,7 +140,7 @@ class Client:
         if names.DEVICE_ID.fullmatch(name):
             path = names.device_path(name)
             with contextlib.suppress(AgentError):
-                await self._session.call(path, _PROPERTIES, "Get", "ss", names.DEVICE, "Id")
+                await self._session.call(path, PROPERTIES, "Get", names.DEVICE, "Id")
                 return path
         folded = name.casefold()
         for device in (await self.snapshot()).devices:
@@ -152,30 +155,32 @@ class Client:
 
     async def history(self, name: str, most: int = 20) -> list[dict[str, Any]]:
         """Return the last transitions of a device, oldest first, as the agent names them."""
-        (rows,) = await self._device(name, "GetHistory", "u", most)
+        (rows,) = await self._device(name, "GetHistory", most)
         return list(rows)
 
     async def holders(self, name: str) -> tuple[Holder, ...]:
         """Return the processes that have a device open.  Raises NotAuthorized."""
         (rows,) = await self._device(name, "GetHolders")
-        return tuple(Holder.of(row) for row in rows)
+        with _well_formed():
+            return tuple(Holder.of(row) for row in rows)
 
     async def leases(self) -> list[Lease]:
         """Return all leases, oldest first."""
-        (objects,) = await self._session.call(
-            names.ROOT, "org.freedesktop.DBus.ObjectManager", "GetManagedObjects"
-        )
-        found = [
-            Lease.of_properties(path, interfaces[names.LEASE])
-            for path, interfaces in objects.items()
-            if names.LEASE in interfaces
-        ]
+        (objects,) = await self._session.call(names.ROOT, OBJECT_MANAGER, "GetManagedObjects")
+        with _well_formed():
+            found = [
+                Lease.of_properties(path, interfaces[names.LEASE])
+                for path, interfaces in objects.items()
+                if names.LEASE in interfaces
+            ]
         return sorted(found, key=lambda lease: (lease.created, lease.id))
 
     async def lease(self, name: str) -> Lease:
         """Return the lease with this id, unique beginning of an id, or object path."""
         path = await self.lease_path(name)
-        return Lease.of_properties(path, await self._properties(path, names.LEASE))
+        got = await self._properties(path, names.LEASE)
+        with _well_formed():
+            return Lease.of_properties(path, got)
 
     async def lease_path(self, name: str) -> str:
         """Return the object path for a lease's id, the unique beginning of one (at least four
@@ -212,7 +217,7 @@ class Client:
     async def explain(self, resource: str, count: int = 1, **options: Any) -> Explanation:
         """Say what `allocate` with these arguments would do now; grants nothing."""
         summary, rows = await self._manager(
-            "Explain", "sua{sv}", resource, count, wire.packed(_dashed(options), wire.OPTIONS, "Explain")
+            "Explain", resource, count, wire.packed(_dashed(options), wire.OPTIONS, "Explain")
         )
         return Explanation(
             verdict=summary.get("verdict", ""),
@@ -241,14 +246,14 @@ class Client:
         request_id = request_id or new_request_id()
         path, raw = await self._manager(
             "Allocate",
-            "ssua{sv}",
             request_id,
             resource,
             count,
             wire.packed(_dashed(options), wire.OPTIONS, "Allocate"),
             within=within,
         )
-        return Grant(names.lease_id_of(path), path, Manifest.of(raw), request_id)
+        with _well_formed():
+            return Grant(names.lease_id_of(path), path, Manifest.of(raw), request_id)
 
     async def confirm(self, lease: str, *, request_id: str | None = None, **binding: Any) -> None:
         """Take a lease into use; a BINDING (pid, unit, connection, ttl) replaces the earlier one.
@@ -257,22 +262,22 @@ class Client:
         """
         path = await self.lease_path(lease)
         packed = wire.packed(_dashed(binding), wire.BINDING, "a binding")
-        await self._manager("Confirm", "soa{sv}", request_id or new_request_id(), path, packed)
+        await self._manager("Confirm", request_id or new_request_id(), path, packed)
 
     async def release(self, lease: str, *, request_id: str | None = None) -> bool:
         """Give a lease back; False if it had ended already.  Raises NotFound, NotOwner."""
         path = await self.lease_path(lease)
-        (changed,) = await self._manager("Release", "so", request_id or new_request_id(), path)
+        (changed,) = await self._manager("Release", request_id or new_request_id(), path)
         return bool(changed)
 
     # -- administration -----------------------------------------------------------------------
     async def cordon(self, device: str, reason: str, *, request_id: str | None = None) -> None:
         """Keep a device from being granted.  Raises NotAuthorized, NotFound, StoreFailed."""
-        await self._device(device, "Cordon", "ss", request_id or new_request_id(), reason)
+        await self._device(device, "Cordon", request_id or new_request_id(), reason)
 
     async def uncordon(self, device: str, *, request_id: str | None = None) -> None:
         """Lift a cordon.  Raises NotAuthorized, NotFound, StoreFailed."""
-        await self._device(device, "Uncordon", "s", request_id or new_request_id())
+        await self._device(device, "Uncordon", request_id or new_request_id())
 
     async def reap(
         self, device: str, processes: Sequence[tuple[int, int]], *, request_id: str | None = None
@@ -281,7 +286,7 @@ class Client:
         were signalled.  Raises NotAuthorized, NotFound."""
         path = await self.device_path(device)
         named = [list(process) for process in processes]
-        (ended,) = await self._manager("Reap", "soa(ut)", request_id or new_request_id(), path, named)
+        (ended,) = await self._manager("Reap", request_id or new_request_id(), path, named)
         return int(ended)
 
     # -- control planes -----------------------------------------------------------------------
@@ -291,7 +296,7 @@ class Client:
         """Open a control plane's session.  Raises ProtocolUnsupported, NotAuthorized, NotSupported."""
         packed = wire.guessed(_dashed(options), "Register")
         (session,) = await self._manager(
-            "Register", "susa{sv}", request_id or new_request_id(), protocol_version, name, packed
+            "Register", request_id or new_request_id(), protocol_version, name, packed
         )
         return dict(session)
 
@@ -308,9 +313,7 @@ class Client:
             names.lease_path(lease): [names.device_path(device) for device in devices]
             for lease, devices in ledger.items()
         }
-        (rows,) = await self._manager(
-            "Reconcile", "suua{oao}", request_id or new_request_id(), page, pages, paths
-        )
+        (rows,) = await self._manager("Reconcile", request_id or new_request_id(), page, pages, paths)
         return [events.Conflict.of("", row) for row in rows]
 
     async def conflicts(self) -> list[events.Conflict]:
@@ -328,9 +331,10 @@ class Client:
         """
         packed = wire.guessed(_dashed(options), "RegisterProvider")
         (got,) = await self._providers(
-            "RegisterProvider", "susa{sv}", request_id or new_request_id(), protocol_version, name, packed
+            "RegisterProvider", request_id or new_request_id(), protocol_version, name, packed
         )
-        return Registration(got["protocol-version"], got["epoch"], got["page-size"], got["grace"])
+        with _well_formed():
+            return Registration(got["protocol-version"], got["epoch"], got["page-size"], got["grace"])
 
     async def report_devices(
         self,
@@ -353,9 +357,10 @@ class Client:
         answer = ReportAnswer(False, version, "")
         for number, page in enumerate(pages):
             (got,) = await self._providers(
-                "ReportDevices", "stuuaa{sv}", f"{request_id}-{number}", version, number, len(pages), page
+                "ReportDevices", f"{request_id}-{number}", version, number, len(pages), page
             )
-            answer = ReportAnswer(got["accepted"], got["version"], got.get("reason", ""))
+            with _well_formed():
+                answer = ReportAnswer(got["accepted"], got["version"], got.get("reason", ""))
             if not answer.accepted:
                 break
         return answer
@@ -372,29 +377,33 @@ class Client:
         """State the health of one of the provider's devices, by id: healthy, suspect, unhealthy,
         unknown.  Raises NotAuthorized, NotFound, InvalidArgument."""
         packed = wire.guessed(evidence or {}, "evidence")
-        await self._providers(
-            "ReportHealth", "ssssa{sv}", request_id or new_request_id(), device, health, reason, packed
-        )
+        await self._providers("ReportHealth", request_id or new_request_id(), device, health, reason, packed)
 
     # -- how ----------------------------------------------------------------------------------
-    async def _manager(
-        self, member: str, signature: str = "", *body: Any, within: float = CALL_TIMEOUT
-    ) -> list[Any]:
-        return await self._session.call(names.ROOT, names.MANAGER, member, signature, *body, within=within)
+    async def _manager(self, member: str, *body: Any, within: float = CALL_TIMEOUT) -> list[Any]:
+        return await self._session.call(names.ROOT, names.MANAGER, member, *body, within=within)
 
-    async def _providers(self, member: str, signature: str, *body: Any) -> list[Any]:
-        return await self._session.call(names.ROOT, names.PROVIDERS, member, signature, *body)
+    async def _providers(self, member: str, *body: Any) -> list[Any]:
+        return await self._session.call(names.ROOT, names.PROVIDERS, member, *body)
 
-    async def _device(self, name: str, member: str, signature: str = "", *body: Any) -> list[Any]:
-        path = await self.device_path(name)
-        return await self._session.call(path, names.DEVICE, member, signature, *body)
+    async def _device(self, name: str, member: str, *body: Any) -> list[Any]:
+        return await self._session.call(await self.device_path(name), names.DEVICE, member, *body)
 
     async def _lease(self, name: str, member: str) -> list[Any]:
         return await self._session.call(await self.lease_path(name), names.LEASE, member)
 
     async def _properties(self, path: str, interface: str) -> dict[str, Any]:
-        (got,) = await self._session.call(path, _PROPERTIES, "GetAll", "s", interface)
+        (got,) = await self._session.call(path, PROPERTIES, "GetAll", interface)
         return dict(got)
+
+
+@contextlib.contextmanager
+def _well_formed() -> Iterator[None]:
+    """Signatures are checked already; what is missing inside an a{sv} is an `UnexpectedReply` too."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnexpectedReply(f"the agent's answer lacks something: {error!r}") from error
 
 
 def _dashed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hetero_agent import names
+from hetero_agent.client.contract import OBJECT_MANAGER, PROPERTIES
 from hetero_agent.client.results import device_of, lease_of
-
-OBJECT_MANAGER = "org.freedesktop.DBus.ObjectManager"
-PROPERTIES = "org.freedesktop.DBus.Properties"
 
 
 @dataclass(frozen=True)

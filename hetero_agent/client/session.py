@@ -17,7 +17,8 @@ from dbus_next.message import Message
 from hetero_agent import names
 from hetero_agent.client import events, wire
 from hetero_agent.client.connection import DRIVER, DRIVER_PATH, SYSTEM_BUS, Connection, ConnectionLost
-from hetero_agent.client.errors import GONE, CallTimeout, NoAgent, NoBus, from_reply
+from hetero_agent.client.contract import METHODS
+from hetero_agent.client.errors import GONE, CallTimeout, NoAgent, NoBus, UnexpectedReply, from_reply
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.client")
@@ -134,17 +135,17 @@ class Session:
         path: str,
         interface: str,
         member: str,
-        signature: str = "",
         *body: Any,
         within: float = CALL_TIMEOUT,
     ) -> list[Any]:
-        """Call the agent; return the body of its answer without variants.
+        """Call a method of the contract; return the body of the answer without variants.
 
         What goes unanswered because bus or agent went away is sent again, word for word, once
         they are back: reads change nothing, and all else carries a request id, which the agent
         answers once.  Raises the errors of `hetero_agent.client.errors`.
         """
         wire.check_text(body)
+        signature, returns = METHODS[interface, member]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(within, LONGEST_CALL)
         while True:
@@ -162,6 +163,8 @@ class Session:
             except ConnectionLost:
                 continue
             if reply.message_type is not MessageType.ERROR:
+                if reply.signature != returns:
+                    raise UnexpectedReply(f"{member} answered {reply.signature!r}, not {returns!r}")
                 return [wire.plain(value) for value in reply.body]
             text = reply.body[0] if reply.body and isinstance(reply.body[0], str) else ""
             if reply.error_name not in GONE:
