@@ -49,8 +49,9 @@ def test_console_is_granted_held_and_returned(root: Client) -> None:
     assert stat.S_ISCHR(mode)
     assert path == str(CONSOLE)
     assert manifest["env"]["CONSOLE"] == str(CONSOLE)
-    with HoldingProcess(path) as process:
+    with HoldingProcess(path, later=True) as process:
         root.confirm("r2", lease, {"pid": V("u", process.pid)})
+        process.open()
         root.wait_for_device(DEVICE_ID, State="in-use")
         wait_until(
             lambda: (

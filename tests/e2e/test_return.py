@@ -39,15 +39,17 @@ def member(bus: PrivateBus, vendor: Vendor) -> Iterator[Client]:
         yield client
 
 
-def bound(member: Client, pid: int, **options: object) -> str:
-    """Allocate npu-0 confirmed and bound to PID; return the lease."""
-    lease, _ = member.allocate("bound", RESOURCE, 1, {"confirm": V("b", True), "pid": V("u", pid), **options})
+def bound(member: Client, process: HoldingProcess, **options: object) -> str:
+    """Allocate npu-0 confirmed and bound to PROCESS, which then opens it; return the lease."""
+    binding = {"confirm": V("b", True), "pid": V("u", process.pid)}
+    lease, _ = member.allocate("bound", RESOURCE, 1, {**binding, **options})
+    process.open()
     return lease
 
 
 def test_kill_of_the_bound_process_returns_the_device_within_a_second(member: Client, vendor: Vendor) -> None:
-    with HoldingProcess(vendor.file("npu-0"), MEMBER) as process:
-        lease = bound(member, process.pid)
+    with HoldingProcess(vendor.file("npu-0"), MEMBER, later=True) as process:
+        lease = bound(member, process)
         member.wait_for_device("npu-0", State="in-use")
         process.kill()
         died = time.monotonic()
@@ -57,8 +59,8 @@ def test_kill_of_the_bound_process_returns_the_device_within_a_second(member: Cl
 
 
 def test_child_that_keeps_it_keeps_it_reclaiming_then_faulty_then_idle(member: Client, vendor: Vendor) -> None:
-    with HoldingProcess(vendor.file("npu-0"), MEMBER, child=True) as process:
-        bound(member, process.pid)
+    with HoldingProcess(vendor.file("npu-0"), MEMBER, child=True, later=True) as process:
+        bound(member, process)
         process.kill()
         member.wait_for_device("npu-0", State="reclaiming")
         with pytest.raises(CallError) as caught:
@@ -76,8 +78,9 @@ def test_child_that_keeps_it_keeps_it_reclaiming_then_faulty_then_idle(member: C
 
 
 def test_released_while_held_stays_reclaiming(member: Client, vendor: Vendor) -> None:
-    with HoldingProcess(vendor.file("npu-0"), MEMBER) as process:
+    with HoldingProcess(vendor.file("npu-0"), MEMBER, later=True) as process:
         lease, _ = member.allocate("r1", RESOURCE, 1, {"confirm": V("b", True)})
+        process.open()
         assert member.release("r2", lease) is True
         member.wait_for_device("npu-0", State="reclaiming")
         assert member.properties(lease, names.LEASE)["State"] == "ending"
@@ -86,8 +89,8 @@ def test_released_while_held_stays_reclaiming(member: Client, vendor: Vendor) ->
 
 
 def test_on_end_kill_ends_what_still_holds_it(member: Client, vendor: Vendor) -> None:
-    with HoldingProcess(vendor.file("npu-0"), MEMBER, child=True) as process:
-        bound(member, process.pid, **{"on-end": V("s", "kill")})
+    with HoldingProcess(vendor.file("npu-0"), MEMBER, child=True, later=True) as process:
+        bound(member, process, **{"on-end": V("s", "kill")})
         process.kill()
         member.wait_for_device("npu-0", State="idle")
         assert process.child > 0
@@ -108,8 +111,8 @@ def test_stranger_makes_it_occupied_and_leaves_it_idle(member: Client, vendor: V
 
 
 def test_intruder_on_a_leased_device_is_told(member: Client, vendor: Vendor) -> None:
-    with HoldingProcess(vendor.file("npu-0"), MEMBER) as process:
-        lease = bound(member, process.pid)
+    with HoldingProcess(vendor.file("npu-0"), MEMBER, later=True) as process:
+        lease = bound(member, process)
         with HoldingProcess(vendor.file("npu-0"), OUTSIDER):
             told = member.wait_for_signal(names.MANAGER, "Conflict")
             assert told.body[:3] == ("intruder", lease, names.device_path("npu-0"))
@@ -152,7 +155,7 @@ def test_ttl_ends_unless_confirmed_again(member: Client) -> None:
 def test_foreign_process_cannot_be_bound(member: Client, vendor: Vendor, whose: str) -> None:
     with HoldingProcess("/dev/null", 0 if whose == "root" else OUTSIDER) as process:
         with pytest.raises(CallError) as caught:
-            bound(member, process.pid)
+            bound(member, process)
         assert caught.value.name == "NotAuthorized"
         assert process.running()
     assert member.device("npu-0")["State"] == "idle"

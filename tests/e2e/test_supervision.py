@@ -50,7 +50,7 @@ def test_watchdog_is_fed(bus: PrivateBus) -> None:
 def test_stop_is_no_release(bus: PrivateBus, agent: AgentProcess, vendor: Vendor) -> None:
     vendor.add("npu-0", "npu-1")
     vendor.wait_idle()
-    with HoldingProcess(vendor.file("npu-0")) as process, Client(bus) as root:
+    with HoldingProcess(vendor.file("npu-0"), later=True) as process, Client(bus) as root:
         first = root.reply(
             names.ROOT,
             names.MANAGER,
@@ -61,6 +61,7 @@ def test_stop_is_no_release(bus: PrivateBus, agent: AgentProcess, vendor: Vendor
             1,
             {"confirm": V("b", True), "pid": V("u", process.pid), "devices": V("as", ["npu-0"])},
         )
+        process.open()
         epoch = root.properties(names.ROOT, names.MANAGER)["Epoch"]
         assert agent.terminate() == 0, agent.log
         assert agent.notify.lines("STOPPING=1") == ["STOPPING=1"]
@@ -89,8 +90,9 @@ def test_stop_is_no_release(bus: PrivateBus, agent: AgentProcess, vendor: Vendor
 def test_owner_that_ends_while_the_agent_is_down(bus: PrivateBus, agent: AgentProcess, vendor: Vendor) -> None:
     vendor.add("npu-0")
     vendor.wait_idle()
-    with HoldingProcess(vendor.file("npu-0")) as process, Client(bus) as root:
+    with HoldingProcess(vendor.file("npu-0"), later=True) as process, Client(bus) as root:
         root.allocate("r1", RESOURCE, 1, {"confirm": V("b", True), "pid": V("u", process.pid)})
+        process.open()
         agent.terminate()
         process.kill()
         agent.start()

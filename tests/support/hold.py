@@ -15,6 +15,9 @@ from tests.support.wait import wait_until
 # O_NOCTTY: an opened terminal must not become the holder's.
 _HOLD = """
 import os, sys, time
+if sys.argv[3] == "later":
+    print("started", flush=True)
+    sys.stdin.readline()
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_NOCTTY)
 child = os.fork() if sys.argv[2] == "child" else -1
 if child == 0:
@@ -32,17 +35,33 @@ class HoldingProcess:
     """
 
     def __init__(self, path: str | Path, uid: int = 0, groups: Sequence[int] = (), child: bool = False) -> None:
+        self.path = path
+        self.child = -1
+        words = [str(path), "child" if child else "alone", "later" if later else "now"]
         self._process = subprocess.Popen(
-            [*as_user(uid, groups), PYTHON, "-ISc", _HOLD, str(path), "child" if child else "alone"],
+            [*as_user(uid, groups), PYTHON, "-ISc", _HOLD, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd="/",
         )
+        if later:
+            assert self._line() == "started\n"
+        else:
+            self.child = int(self._line())
+
+    def _line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"could not open {path}: status {self._process.wait()}"
-        self.child = int(line)
+        assert line, f"could not open {self.path}: status {self._process.wait()}"
+        return line
+
+    def open(self) -> None:
+        """Have it open the path now (LATER)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("open\n")
+        self._process.stdin.flush()
+        self.child = int(self._line())
 
     @property
     def pid(self) -> int:
