@@ -31,10 +31,18 @@ sys.stdin.read()
 class HoldingProcess:
     """A process of UID that has PATH open until it is told to close or killed.
 
-    With CHILD it forks one that leaves its session and keeps the descriptor.
+    With CHILD it forks one that leaves its session and keeps the descriptor.  LATER: it opens the
+    path when `open` says so, as the process of a lease does.
     """
 
-    def __init__(self, path: str | Path, uid: int = 0, groups: Sequence[int] = (), child: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        uid: int = 0,
+        groups: Sequence[int] = (),
+        child: bool = False,
+        later: bool = False,
+    ) -> None:
         self.path = path
         self.child = -1
         words = [str(path), "child" if child else "alone", "later" if later else "now"]

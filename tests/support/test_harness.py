@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.agent import MEMBER, OUTSIDER
 from tests.support.bus import PrivateBus
 from tests.support.calls import CallError, Client, V, busctl, busctl_json
+from tests.support.hold import HoldingProcess
 
 BUS = "org.freedesktop.DBus"
 PATH = "/org/freedesktop/DBus"
@@ -47,3 +50,20 @@ def test_busctl_reports_an_error(bus: PrivateBus) -> None:
 
 def test_variants_travel(bus: PrivateBus) -> None:
     assert V("a{sv}", {"a": V("u", 1)}).print_(True) == "{'a': <uint32 1>}"
+
+
+def test_holding_process_opens_when_told_and_its_child_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "device"
+    path.touch()
+    with HoldingProcess(path, child=True, later=True) as process:
+        assert not _has_open(process.pid, path)
+        process.open()
+        assert _has_open(process.pid, path)
+        process.kill()
+        assert _has_open(process.child, path)
+        process.kill_child()
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    fds = Path(f"/proc/{pid}/fd")
+    return any(fd.readlink() == path for fd in fds.iterdir())
