@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 #: PF_KTHREAD of include/linux/sched.h, in field 9 of /proc/PID/stat.
 KERNEL_THREAD = 0x00200000
@@ -19,16 +18,25 @@ _UNIT_TYPES = (".service", ".scope", ".socket", ".mount", ".swap", ".slice")
 _CHUNK = 65536
 
 
-class Stat(NamedTuple):
-    """The fields of /proc/PID/stat that are used here; START is in clock ticks since boot."""
+class Stat:
+    """The fields of /proc/PID/stat that are used here; START is in clock ticks since boot.
 
-    comm: str
-    state: str
-    parent: int
-    session: int
-    flags: int
-    threads: int
-    start: int
+    No NamedTuple or dataclass: typing alone would cost the worker a megabyte.
+    """
+
+    __slots__ = ("comm", "flags", "parent", "session", "start", "state", "threads")
+
+    def __init__(self, text: str) -> None:
+        # comm may hold anything, brackets too: it ends at the last one
+        head, _, tail = text.rpartition(")")
+        rest = tail.split()
+        self.comm = head.partition("(")[2]
+        self.state = rest[0]
+        self.parent = int(rest[1])
+        self.session = int(rest[3])
+        self.flags = int(rest[6])
+        self.threads = int(rest[17])
+        self.start = int(rest[19])
 
     @property
     def ended(self) -> bool:
@@ -60,19 +68,7 @@ def read(name: str, base: int) -> bytes:
 
 def stat(base: int) -> Stat:
     """Read /proc/PID/stat.  Raises OSError (ProcessLookupError once it is reaped)."""
-    text = read("stat", base).decode("utf-8", "backslashreplace")
-    # comm may hold anything, brackets too: it ends at the last one
-    head, _, tail = text.rpartition(")")
-    rest = tail.split()
-    return Stat(
-        comm=head.partition("(")[2],
-        state=rest[0],
-        parent=int(rest[1]),
-        session=int(rest[3]),
-        flags=int(rest[6]),
-        threads=int(rest[17]),
-        start=int(rest[19]),
-    )
+    return Stat(read("stat", base).decode("utf-8", "backslashreplace"))
 
 
 def start_of(pid: int) -> int | None:

@@ -32,9 +32,12 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 from hetero_agent.holders import proc
+
+TYPE_CHECKING = False  # typing's own would load typing: a megabyte
+if TYPE_CHECKING:
+    from typing import Any
 
 #: A node as the worker gets it: ("char"|"block", major, minor) or ("file", st_dev, st_ino).
 NodeKey = tuple[str, int, int]

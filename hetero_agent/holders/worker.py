@@ -23,9 +23,12 @@ import os
 import signal
 import socket
 import struct
-from typing import Any
 
 from hetero_agent.holders import proc, scan
+
+TYPE_CHECKING = False  # typing's own would load typing: a megabyte
+if TYPE_CHECKING:
+    from typing import Any
 
 LENGTH = struct.Struct(">I")
 PROGRESS = struct.Struct("=QQ")  # counter, pid
