@@ -232,9 +232,6 @@ class Registry:
         provider.bus_name, provider.uid = bus_name, uid
         provider.version, provider.assembly = 0, None
         self._providers[provider.name] = provider
-        if provider.told_gone:
-            provider.told_gone = False
-            self._submit(ProviderGone(self._now(), provider.name, back=True))
 
     def _end(self, provider: _Provider) -> None:
         provider.bus_name, provider.assembly = "", None
@@ -247,8 +244,9 @@ class Registry:
 
     def _grace_over(self, provider: _Provider) -> None:
         provider.timer = None
-        provider.told_gone = True
-        self._submit(ProviderGone(self._now(), provider.name))
+        if not provider.told_gone:
+            provider.told_gone = True
+            self._submit(ProviderGone(self._now(), provider.name))
 
     @staticmethod
     def _cancel_grace(provider: _Provider) -> None:
@@ -423,8 +421,17 @@ class Registry:
         changed = tuple(one for one in after.values() if first or before.get(one.id) != one)
         gone = tuple(device_id for device_id in before if device_id not in after)
         provider.records, provider.version = after, version
+        now = self._now()
+        if provider.told_gone:
+            # back with the list, not before: until then nobody knows how its devices are
+            provider.told_gone = False
+            self._submit(ProviderGone(now, provider.name, back=True))
         if first or changed or gone:
-            self._submit(Observed(self._now(), provider.name, changed, gone, complete=first))
+            self._submit(Observed(now, provider.name, changed, gone, complete=first))
+        for record in changed:
+            old = before.get(record.id)
+            if old is not None and (old.health, old.health_reason) != (record.health, record.health_reason):
+                self._submit(HealthSeen(now, provider.name, record.id, record.health, record.health_reason))
         missing = [path for (path, _), node in found.items() if node is None]
         reason = ""
         if missing:
