@@ -212,14 +212,19 @@ class Returns:
 
     def _incomplete(self, device: Device, scan: DeviceScan) -> bool:
         """Whether a process that could not be read matters here: one that was last seen on the
-        device, or, while it is owed, one of the ended lease's uid or its bound process."""
+        device, or, while it is owed, one of the ended lease's uid or its bound process.
+
+        Pid 1 is of uid 0 like many an owner, may be unreadable even for root (a container
+        manager, a virtual machine's first process), and no lease's work runs in it: its uid
+        alone says nothing.
+        """
         if not scan.uninspected:
             return False
         debt = self.world.debts.get(device.id)
         seen = {holder.pid for holder in device.holders}
         bound = debt.binding.pid.pid if debt and debt.binding.pid else 0
         return any(
-            pid in seen or (debt is not None and (uid == debt.uid or pid == bound))
+            pid in seen or (debt is not None and (pid == bound or (uid == debt.uid and pid != 1)))
             for pid, uid in scan.uninspected
         )
 
