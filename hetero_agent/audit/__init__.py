@@ -1,0 +1,1 @@
+"""The audit trail in the journal and the daemon's own log."""
