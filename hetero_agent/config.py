@@ -79,9 +79,9 @@ class DiscoveryTable:
 class ProviderTable:
     """``[providers.NAME]``: who may report as NAME (root always may), what, and from where.
 
-    RESOURCES are the names it may report; SUBSYSTEMS the kernel subsystems its character nodes
-    must belong to; DIRECTORY, if given, the one that its file-backed nodes lie in; GRACE the
-    seconds that its devices stay after it left.
+    RESOURCES are the names it may report (none given: any); SUBSYSTEMS the kernel
+    subsystems its character nodes must belong to; DIRECTORY, if given, the one that its file-backed
+    nodes lie in; GRACE the seconds that its devices stay after it left.
     """
 
     uid: int = 0

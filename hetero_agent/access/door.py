@@ -23,8 +23,9 @@ log = logging.getLogger("hetero_agent.access")
 #: Seconds for what may hang: names of groups, mounts and files on filesystems not known to be local.
 DEADLINE: Final = 5.0
 
-# Where a stat is a look into the kernel's own memory (devtmpfs, tmpfs): cheaper than a thread.
-_IMMEDIATE: Final = ("/dev/", "/run/")
+# Where a stat can't hang, so that a thread would only cost time: it asks no server and no user.
+_DEV: Final = "/dev/"
+_LOCAL: Final = frozenset({"devtmpfs", "tmpfs", "ramfs", "ext4", "xfs", "btrfs", "f2fs"})
 
 _SYSFS: Final = {"char": "/sys/dev/char", "block": "/sys/dev/block"}
 _FORMATS: Final = {"char": stat.S_IFCHR, "block": stat.S_IFBLK, "file": stat.S_IFREG}
@@ -41,6 +42,7 @@ class Door:
 
     def __init__(self) -> None:
         self._gids: dict[str, int | None] = {}
+        self._local: dict[int, bool] = {}
 
     async def prepare(self, lease: Lease, records: Sequence[DeviceRecord]) -> dict[str, object]:
         """Check every node of the lease's devices against the kernel and return the manifest.
@@ -62,8 +64,7 @@ class Door:
                 record.id: [check_node(node, bool(record.path)) for node in record.nodes] for record in ordered
             }
 
-        immediate = all(node.path.startswith(_IMMEDIATE) for record in ordered for node in record.nodes)
-        if immediate and not mounts:
+        if not mounts and all(self._immediate(node) for record in ordered for node in record.nodes):
             nodes = look()
         else:
             nodes = await _in_thread(look, "the nodes and mounts of the lease")
@@ -77,6 +78,15 @@ class Door:
     def reload(self) -> None:
         """Forget what the names of groups meant."""
         self._gids.clear()
+
+    def _immediate(self, node: Node) -> bool:
+        """Whether a look at NODE can't hang."""
+        if node.kind != "file":
+            return node.path.startswith(_DEV)
+        local = self._local.get(node.fsdev)
+        if local is None:
+            local = self._local[node.fsdev] = _filesystem(node.fsdev) in _LOCAL
+        return local
 
     async def _group_ids(self, wanted: set[str]) -> list[int]:
         """Return the gids of the groups that exist here.  Looked up once, off the loop, since the
@@ -127,6 +137,16 @@ def _driven(node: Node) -> bool:
     char, _, block = text.partition("Block devices:")
     majors = {line.split()[0] for line in (char if node.kind == "char" else block).splitlines() if line.strip()}
     return str(node.major) in majors
+
+
+def _filesystem(device: int) -> str:
+    """The type of the filesystem with this st_dev, "" if none is mounted here (proc(5), mountinfo)."""
+    numbers = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split(" ", 3)[2] == numbers:
+            return rest.partition(" ")[0]
+    return ""
 
 
 def _check_mount(source: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import grp
 import os
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -251,29 +252,44 @@ def test_revoke_as_often_as_called() -> None:
     asyncio.run(body())
 
 
-def test_sixty_four_devtmpfs_nodes_need_no_thread() -> None:
-    import threading
-
-    nodes = [device_node("/dev/loop-control")]
-    records = [record(f"d{number}", nodes, path="/sys/devices/x") for number in range(64)]
-    wanted = lease(*(one.id for one in records))
+def count_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     started: list[str] = []
+    real = threading.Thread.start
 
-    class Counted(threading.Thread):
-        def start(self) -> None:
-            started.append(self.name)
-            super().start()
+    def start(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        real(thread)
 
-    async def body() -> float:
-        door = Door()
-        before = time.monotonic()
-        await door.prepare(wanted, records)
-        return time.monotonic() - before
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return started
 
-    original, module.threading.Thread = module.threading.Thread, Counted  # type: ignore[misc]
+
+def test_nodes_that_can_not_hang_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    shm = Path(f"/dev/shm/hetero-agent-test-{os.getpid()}")
+    shm.touch()
     try:
-        took = asyncio.run(body())
+        nodes = [device_node("/dev/loop-control"), file_node(shm)]
+        records = [record(f"d{number}", nodes, path="/sys/devices/x") for number in range(64)]
+        started = count_threads(monkeypatch)
+        before = time.monotonic()
+        prepare(lease(*(one.id for one in records)), *records)
+        assert started == []
+        assert time.monotonic() - before < 0.2
     finally:
-        module.threading.Thread = original  # type: ignore[misc]
-    assert started == []
-    assert took < 0.05
+        shm.unlink()
+
+
+def test_files_of_a_file_server_are_looked_at_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").touch()
+    monkeypatch.setattr(module, "_filesystem", lambda _: "nfs4")
+    started = count_threads(monkeypatch)
+    assert prepare(lease("a"), record("a", [file_node(tmp_path / "a")]))["devices"] == ["a"]
+    assert started == ["access: the nodes and mounts of the lease"]
+
+
+def test_the_type_of_a_filesystem() -> None:
+    assert module._filesystem(os.stat("/dev/shm").st_dev) == "tmpfs"
+    assert module._filesystem(os.stat("/proc").st_dev) == "proc"
+    assert module._filesystem(os.makedev(4095, 4095)) == ""
