@@ -33,7 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         parents=[common],
     )
-    verbs = Verbs(parser.add_subparsers(metavar="VERB", title="verbs (default: list)"), common)
+    # without prog, argparse would format a usage text for it, which costs startup
+    parsers = parser.add_subparsers(metavar="VERB", title="verbs (default: list)", prog="heteroctl")
+    verbs = Verbs(parsers, common)
     for module in (listing, run, leasing, watching, admin, doctor, simverbs):
         module.register(verbs)
     return parser

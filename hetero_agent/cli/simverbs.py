@@ -36,7 +36,7 @@ def register(verbs: Verbs) -> None:
         default=os.environ.get(SOCKET_VARIABLE) or names.SIM_SOCKET,
         help="the simulator's socket (default: $HETERO_SIM_SOCKET, else the service's)",
     )
-    what = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    what = parser.add_subparsers(dest="action", required=True, metavar="ACTION", prog="heteroctl sim")
 
     add = what.add_parser("add", parents=[verbs.common], help="add a device")
     add.add_argument("id")

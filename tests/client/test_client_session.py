@@ -286,7 +286,7 @@ def test_signals_come_as_types(standin: StandIn) -> None:
             "idle",
             "in-use",
             "",
-            {"trigger": Variant("s", "x")},
+            {"by": Variant("s", "x")},
         ),
         (*manager_object, "InterfacesAdded", "oa{sa{sv}}", lease, {names.LEASE: {"Id": Variant("s", LEASE)}}),
         (*manager_object, "InterfacesRemoved", "oas", device, [names.DEVICE]),

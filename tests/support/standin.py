@@ -114,6 +114,8 @@ class StandIn:
 
     async def _start(self) -> None:
         self._bus = await MessageBus(self.address).connect()
+        # nobody waits for the end of the connection; the loop would complain of that
+        self._bus._disconnect_future.add_done_callback(lambda ended: ended.exception())
         self._bus.add_message_handler(self._handle)
         assert await self._bus.request_name(names.BUS_NAME) is RequestNameReply.PRIMARY_OWNER
         self.unique_name = self._bus.unique_name
