@@ -134,6 +134,16 @@ class Engine:
         self._arm()
         self._scan_timer = self._loop.call_later(self._scan_interval, self._full_scan)
 
+    @property
+    def running(self) -> bool:
+        """Whether it has been started."""
+        return self._scan_timer is not None
+
+    def configure(self, effects_timeout: float, scan_interval: float) -> None:
+        """Go by other durations (seconds) from now on."""
+        self.effects_timeout = effects_timeout
+        self._scan_interval = scan_interval
+
     async def stop(self) -> None:
         """Stop taking events; leases stay as they are."""
         for timer in (self._timer, self._scan_timer):

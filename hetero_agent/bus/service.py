@@ -61,6 +61,8 @@ class BusService:
 
     owners: BusOwners
     publisher: Publisher
+    #: The bus daemon's process, which is never to be signalled; 0 before `connect`.
+    bus_pid = 0
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class BusService:
         try:
             await self._ask_bus("AddMatch", MATCH_NAMES)
             guid = str((await self._ask_bus("GetId"))[0])
+            self.bus_pid = int(str((await self._ask_bus("GetConnectionUnixProcessID", BUS_DRIVER))[0]))
         except CallFailed as error:
             connection.close()
             raise TransportError(f"the bus did not answer: {error}") from error
@@ -120,7 +123,6 @@ class BusService:
             },
             self._guard,
             Refusals(engine.submit, engine.now),
-            lambda sender: self._turns.done(sender),
             self.publisher.settle,
         )
         self._turns = Turns(
@@ -131,6 +133,7 @@ class BusService:
             lambda: connection.congested,
             self._config.limits.calls_per_caller,
         )
+        self._dispatcher.done = self._turns.done
         connection.on_call = self._too_early
         connection.on_signal = self._signal
         connection.on_turn = self._turns.run

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hetero_agent.core.model import (
     Actor,
+    AuditKind,
     Binding,
     DeviceRecord,
     Health,
@@ -234,6 +235,16 @@ class Refused:
     suppressed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The daemon has something for the audit trail (reloaded, stopped)."""
+
+    at: Instant
+    kind: AuditKind
+    text: str
+    priority: int = 5
+
+
 Event = (
     Observed
     | HealthSeen
@@ -253,4 +264,5 @@ Event = (
     | SetCordon
     | Reap
     | Refused
+    | Note
 )

@@ -30,6 +30,7 @@ from hetero_agent.core.events import (
     CordonStored,
     Event,
     HealthSeen,
+    Note,
     Observed,
     Opened,
     OwnerGone,
@@ -89,6 +90,10 @@ class Governor:
             self.grants.serve_parked(event.at)
         return self.world.finish()
 
+    def configure(self, settings: Settings) -> None:
+        """Go by other settings from now on; deadlines that run keep their time."""
+        self.world.settings = settings
+
     def undo(self) -> None:
         """Put back all that the last `handle` changed: it could not be stored."""
         self.world.undo()
@@ -132,6 +137,8 @@ class Governor:
                 self.presence.cordon_stored(event)
             case Refused():
                 self._audit_refused(event)
+            case Note(at, kind, text, priority):
+                self.world.audit(kind, at, text, priority=priority)
             case Tick():
                 self._tick(event.at)
 

@@ -120,11 +120,25 @@ class Explanation:
 class View(Protocol):
     """What the bus may read of the governor (never changes anything)."""
 
-    epoch: str
-    generation: int
-    ready: bool
-    devices: Mapping[str, Device]
-    leases: Mapping[str, Lease]
+    @property
+    def epoch(self) -> str:
+        """The name of this life of the agent."""
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the first enumeration is complete."""
+
+    @property
+    def devices(self) -> Mapping[str, Device]:
+        """All devices by id."""
+
+    @property
+    def leases(self) -> Mapping[str, Lease]:
+        """All leases that have devices out, by id."""
 
     def resources(self) -> Mapping[str, Mapping[str, int]]:
         """Per resource: one count per state, plus ``total`` and ``allocatable``."""

@@ -101,6 +101,10 @@ class KernelSource:
         self._listen()
         self.resync("profiles-reloaded")
 
+    def configure(self, table: DiscoveryTable) -> None:
+        """Go by another ``[discovery]`` table; `reload` then listens anew."""
+        self._table = table
+
     async def stop(self) -> None:
         """Stop listening and reading; nothing is submitted afterwards."""
         self._stopped = True

@@ -1,0 +1,349 @@
+"""hetero-agent, the daemon: reads the configuration, builds the edges, wires them, runs.
+
+Start: monitor -> enumerate -> reconcile the ledger -> first scan, or 5 s -> export -> own the
+name -> READY=1 -> empty report -> full report.  SIGTERM stops without releasing anything;
+SIGHUP reads the configuration again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hetero_agent import __version__, names
+from hetero_agent import config as configuration
+from hetero_agent.access.door import Door
+from hetero_agent.audit import loghandler
+from hetero_agent.audit.journal import JournalWriter
+from hetero_agent.bus.service import BusService
+from hetero_agent.config import Config, ConfigError
+from hetero_agent.core.events import Note, Observed
+from hetero_agent.core.governor import KERNEL, Governor
+from hetero_agent.core.model import AuditKind, State
+from hetero_agent.core.world import Settings
+from hetero_agent.discovery.source import KernelSource
+from hetero_agent.engine import Engine, instant
+from hetero_agent.holders.edge import HolderEdge
+from hetero_agent.providers.registry import Registry
+from hetero_agent.store.lasting import SqliteLasting
+from hetero_agent.store.ledger import SqliteLedger
+from hetero_agent.supervision import Notifier, Watchdog, interval_from_env
+from hetero_agent.text import printable
+
+log = logging.getLogger("hetero_agent.daemon")
+
+#: Seconds that the first scan may take before the agent is ready without it.
+FIRST_SCAN = 5.0
+
+#: Seconds between two looks at what STATUS= says.
+STATUS_INTERVAL = 2.0
+
+#: Seconds that the audit trail may take to be written at the end.
+LAST_WORDS = 2.0
+
+
+class Places(NamedTuple):
+    """Where the daemon finds and keeps its things."""
+
+    config: Path
+    profiles: Path
+    runtime: Path
+    state: Path
+    bus: str
+    audit: str
+    sources: str
+
+
+def settings_of(config: Config) -> Settings:
+    """Return what the governor goes by: seconds become microseconds."""
+
+    def usec(seconds: float) -> int:
+        return int(seconds * 1_000_000)
+
+    limits = config.limits
+    return Settings(
+        confirm_within=usec(config.grant.confirm_within),
+        reclaim_deadline=usec(config.reclaim.deadline),
+        kill_after=usec(config.reclaim.kill_after),
+        occupied_after=usec(config.reclaim.occupied_after),
+        orphans_kill=config.reclaim.orphans == "kill",
+        system_holders=config.reclaim.system_holders,
+        leases=limits.leases,
+        leases_per_uid=limits.leases_per_uid,
+        leases_per_client=limits.leases_per_client,
+        devices_per_lease=limits.devices_per_lease,
+        devices_per_client=limits.devices_per_client,
+        requests_per_uid=limits.requests_per_uid,
+        waiting=limits.waiting,
+    )
+
+
+class Daemon:
+    """One life of the agent.  `run` returns the exit status."""
+
+    def __init__(self, places: Places, config: Config, handler: loghandler.LogHandler) -> None:
+        self.places = places
+        self.config = config
+        self.notifier = Notifier()
+        self.stop_asked = asyncio.Event()
+        self._reloading: asyncio.Task[None] | None = None
+        self.ledger = SqliteLedger(places.runtime / names.LEDGER_FILE, instant)
+        self.lasting = SqliteLasting(places.state / names.LASTING_FILE, places.runtime)
+        self.audit = JournalWriter(self.ledger, places.audit)
+        self.governor = Governor(settings_of(config), secrets.token_hex(8))
+        self.engine = Engine(self.governor, self.ledger, self.lasting)
+        self.engine.effects_timeout = config.grant.effects_timeout
+        self.engine.on_stored = self.audit.wake
+        submit, now = self.engine.submit, self.engine.now
+        self.holders = HolderEdge(submit, now, self._protected)
+        self.kernel = KernelSource(config.discovery, places.profiles, submit, now)
+        self.registry = Registry(
+            config.providers, config.limits, submit, now, self.governor.epoch, self._source_of
+        )
+        self.door = Door()
+        self.bus = BusService(
+            config,
+            self.engine,
+            self.holders.identify,
+            self.registry,
+            loghandler.set_level,
+            handler.target,
+        )
+
+    def _protected(self) -> set[int]:
+        """Processes that are never signalled whatever a lease says."""
+        return {os.getpid(), os.getppid(), self.bus.bus_pid}
+
+    def _source_of(self, name: str) -> str:
+        device = self.governor.find_device(name)
+        return device.record.source if device is not None else ""
+
+    # -- life -----------------------------------------------------------------------------------
+    async def run(self) -> int:
+        """Live until told to stop (0) or until the bus is lost (1)."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop_asked.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        watchdog: asyncio.Task[None] | None = None
+        try:
+            await self._start()
+            interval = interval_from_env()
+            if interval is not None:
+                dog = Watchdog(self.notifier, interval, self._checks(), self.bus.ping)
+                watchdog = loop.create_task(dog.run())
+            self.notifier.ready()
+            self.bus.publisher.start()
+            await self._live()
+        except OSError as error:
+            log.error("%s", printable(error, 512))
+            return 1
+        finally:
+            self.notifier.stopping()
+            if watchdog is not None:
+                watchdog.cancel()
+            await self._end()
+        if self.bus.lost.done() and not self.stop_asked.is_set():
+            log.error("the bus is lost: %s", self.bus.lost.result())
+            return 1
+        return 0
+
+    async def _start(self) -> None:
+        started = time.monotonic()
+        restored = self.ledger.load(self.engine.now())
+        self.lasting.load(restored)
+        await self.bus.connect(self.places.bus)
+        self.engine.attach(
+            access=self.door,
+            holders=self.holders,
+            owners=self.bus.owners,
+            publisher=self.bus.publisher,
+            scan_interval=self.config.reclaim.scan_interval,
+        )
+        await self.holders.start()
+        self.engine.start(restored)
+        self.audit.start()
+        self.registry.expect(restored.records)
+        if self.places.sources == "none":
+            self.engine.submit(Observed(self.engine.now(), KERNEL, complete=True))
+        else:
+            await self.kernel.start()
+        await self._first_scan(started + FIRST_SCAN)
+        await self.bus.request_name()
+        self._tell_status()
+
+    async def _first_scan(self, until: float) -> None:
+        """Wait until no device is unscanned any more, or UNTIL (monotonic)."""
+        while time.monotonic() < until:
+            if not any(device.state is State.PROBING for device in self.governor.devices.values()):
+                return
+            await asyncio.sleep(0.005)
+
+    async def _live(self) -> None:
+        stop = asyncio.ensure_future(self.stop_asked.wait())
+        try:
+            while not stop.done() and not self.bus.lost.done():
+                await asyncio.wait(
+                    (stop, self.bus.lost), timeout=STATUS_INTERVAL, return_when=asyncio.FIRST_COMPLETED
+                )
+                self._tell_status()
+        finally:
+            stop.cancel()
+
+    async def _end(self) -> None:
+        """Leave leases, ledger and devices as they are and close all edges."""
+        if self._reloading is not None:
+            self._reloading.cancel()
+        if self.engine.running:
+            self.engine.submit(Note(self.engine.now(), AuditKind.STOPPED, "stopped; leases stay as they are"))
+        if self.places.sources != "none":
+            await self.kernel.stop()
+        await self.holders.stop()
+        self.registry.close()
+        await self.engine.stop()
+        self.bus.close()
+        await self.audit.stop(LAST_WORDS)
+        self.lasting.close()
+        self.ledger.close()
+        self.notifier.close()
+
+    # -- supervision ------------------------------------------------------------------------------
+    def _checks(self) -> dict[str, Callable[[], float]]:
+        checks: dict[str, Callable[[], float]] = {"engine": lambda: self.engine.progress}
+        if self.places.sources != "none":
+            checks["udev"] = self.kernel.progress
+        return checks
+
+    def _tell_status(self) -> None:
+        """Say in STATUS= what there is and what is wrong, when that has changed."""
+        governor = self.governor
+        devices = governor.devices.values()
+        parts = [
+            f"{len(devices)} devices",
+            f"{sum(counts['allocatable'] for counts in governor.resources().values())} allocatable",
+            f"{len(governor.leases)} leases",
+        ]
+        for state in (State.RECLAIMING, State.OCCUPIED, State.FAULTY, State.LOST):
+            number = sum(device.state is state for device in devices)
+            if number:
+                parts.append(f"{number} {state}")
+        status = ", ".join(parts)
+        problems = self.problems()
+        if problems:
+            status += "; " + "; ".join(problems[:3])
+        self.notifier.status(status)
+
+    def problems(self) -> list[str]:
+        """What an administrator should know of the agent itself, each with what to do."""
+        found = []
+        if self.engine.store_problem:
+            found.append(f"ledger: {self.engine.store_problem}")
+        found += [problem for problem in (self.lasting.problem, self.audit.problem) if problem]
+        if self.places.sources != "none":
+            found += self.kernel.problems()
+        return found
+
+    # -- reload -----------------------------------------------------------------------------------
+    def _reload(self) -> None:
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.ensure_future(self._reload_all())
+
+    async def _reload_all(self) -> None:
+        """Read the configuration again; a bad one is reported and the old one stays."""
+        self.notifier.reloading()
+        try:
+            config = await asyncio.to_thread(configuration.load, self.places.config)
+        except ConfigError as error:
+            text = f"the new configuration is not used: {error}"
+            priority = 3
+        else:
+            self.config = config
+            self.governor.configure(settings_of(config))
+            self.engine.configure(config.grant.effects_timeout, config.reclaim.scan_interval)
+            self.registry.reload(config)
+            self.door.reload()
+            loghandler.set_level(config.agent.log_level)
+            await self.bus.reload(config)
+            if self.places.sources != "none":
+                self.kernel.configure(config.discovery)
+                await self.kernel.reload()
+            text, priority = "the configuration was read again", 5
+        log.log(logging.ERROR if priority == 3 else logging.INFO, "%s", text)
+        self.engine.submit(Note(self.engine.now(), AuditKind.RELOADED, text, priority))
+        self.notifier.ready()
+        self._tell_status()
+
+
+def parse(arguments: Sequence[str] | None = None) -> Places:
+    """Read the command line; what it leaves out comes from systemd's variables, then the defaults."""
+    parser = argparse.ArgumentParser(
+        prog="hetero-agent", description="The one authority on this node for its accelerators."
+    )
+    parser.add_argument("--version", action="version", version=f"hetero-agent {__version__}")
+    parser.add_argument("--config", type=Path, default=Path(names.CONFIG_FILE), help="configuration file")
+    parser.add_argument(
+        "--profiles", type=Path, default=Path(names.PROFILES_DIR), help="profiles that override the package's"
+    )
+    parser.add_argument(
+        "--runtime-dir",
+        type=Path,
+        default=Path(os.environ.get("RUNTIME_DIRECTORY", names.RUNTIME_DIR)),
+        help="where the lease ledger is",
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        default=Path(os.environ.get("STATE_DIRECTORY", names.STATE_DIR)),
+        help="where cordons, counts and history are",
+    )
+    parser.add_argument("--bus", default=os.environ.get(names.BUS_ADDRESS_VARIABLE, ""), help="bus address")
+    parser.add_argument("--audit", choices=("auto", "journal", "stderr"), default="auto", help="audit trail")
+    parser.add_argument(
+        "--sources", choices=("kernel", "none"), default="kernel", help="sources built into the agent"
+    )
+    given = parser.parse_args(arguments)
+    return Places(
+        given.config,
+        given.profiles,
+        given.runtime_dir,
+        given.state_dir,
+        given.bus or "unix:path=/run/dbus/system_bus_socket",
+        given.audit,
+        given.sources,
+    )
+
+
+async def _run(places: Places, config: Config, handler: loghandler.LogHandler) -> int:
+    return await Daemon(places, config, handler).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit status: 0 stopped, 1 failed, 2 bad configuration."""
+    places = parse(arguments)
+    try:
+        config = configuration.load(places.config)
+    except ConfigError as error:
+        print(f"hetero-agent: {error}", file=sys.stderr)
+        return 2
+    handler = loghandler.install(config.agent.log_level)
+    try:
+        places.runtime.mkdir(mode=0o755, parents=True, exist_ok=True)
+        return asyncio.run(_run(places, config, handler))
+    except OSError as error:
+        log.error("%s", printable(error, 512))
+        return 1
+    finally:
+        handler.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
