@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from hetero_agent import names
-from tests.support.agent import CONFIG, GROUP_GID, OUTSIDER, AgentProcess, SimProcess
+from tests.support.agent import GROUP_GID, OUTSIDER, AgentProcess, SimProcess
 from tests.support.bus import PrivateBus
 from tests.support.calls import Client, V
 from tests.support.hold import HoldingProcess
@@ -13,6 +16,29 @@ from tests.support.sim import ask, tell
 from tests.support.wait import wait_until
 
 NPU = "example.com/npu"
+
+
+def config(**more: str) -> str:
+    """A configuration in which the simulator may report any resource, unless MORE says otherwise."""
+    lines = [f"{key} = {value}" for key, value in more.items()]
+    return "\n".join(
+        [
+            '[agent]\ngroup = "games"',
+            "[reclaim]\noccupied-after = 0.3",
+            '[providers.sim]\ndirectory = "{directory}/sim"',
+            *lines,
+            "",
+        ]
+    )
+
+
+@pytest.fixture
+def agent(bus: PrivateBus) -> Iterator[AgentProcess]:
+    one = AgentProcess(bus, config())
+    try:
+        yield one.start()
+    finally:
+        one.close()
 
 
 def test_devices_come_fail_recover_and_go(agent: AgentProcess, sim: SimProcess) -> None:
@@ -74,7 +100,7 @@ def test_a_stranger_is_seen_by_the_inode(agent: AgentProcess, sim: SimProcess) -
 
 
 def test_what_the_agent_refuses_is_taken_back(bus: PrivateBus) -> None:
-    agent = AgentProcess(bus, CONFIG + f'resources = ["{NPU}"]\n')
+    agent = AgentProcess(bus, config(resources=f'["{NPU}"]'))
     sim = SimProcess(agent)
     try:
         agent.start()
@@ -144,7 +170,7 @@ def test_it_registers_again_on_a_new_bus(agent: AgentProcess, sim: SimProcess) -
 
 
 def test_grace_and_return(bus: PrivateBus) -> None:
-    agent = AgentProcess(bus, CONFIG + "grace = 0.3\n")
+    agent = AgentProcess(bus, config(grace="0.3"))
     sim = SimProcess(agent, f'[[device]]\nid = "npu"\nresource = "{NPU}"\n')
     try:
         agent.start()
