@@ -1,66 +1,27 @@
 """Mocked hardware: tests that run under umockdev-wrapper, and a bed to put devices in.
 
 umockdev redirects /sys, /dev and /proc to the testbed by LD_PRELOAD, so the test itself runs in
-a child of pytest that was started under its wrapper.
+a child of pytest that was started under its wrapper.  Its sender aborts when a monitor's buffer is
+full, and its open(2) holds a lock, so what hangs must hang in read(2).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
-from tests.support.process import ROOT
+from tests.support.under import P, run_under
 
-P = ParamSpec("P")
-
-_INSIDE = "HETERO_AGENT_INSIDE_UMOCKDEV"
 #: Prefix for tests that must not have CAP_SYS_ADMIN (an exclusive terminal answers EBUSY then).
 WITHOUT_SYS_ADMIN = ("setpriv", "--inh-caps=-sys_admin", "--bounding-set=-sys_admin")
 
 
 def in_umockdev(*prefix: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run the decorated test in a child pytest under ``PREFIX umockdev-wrapper``."""
-
-    def decorate(test: Callable[P, None]) -> Callable[P, None]:
-        @functools.wraps(test)
-        def run(*arguments: P.args, **named: P.kwargs) -> None:
-            if os.environ.get(_INSIDE):
-                test(*arguments, **named)
-                return
-            node = os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0]
-            done = subprocess.run(
-                [
-                    *prefix,
-                    "umockdev-wrapper",
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    "-q",
-                    "-p",
-                    "no:cacheprovider",
-                    node,
-                ],
-                cwd=ROOT,
-                env={**os.environ, _INSIDE: "1"},
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
-            assert done.returncode == 0, (
-                f"under umockdev: status {done.returncode}\n{done.stdout}\n{done.stderr}"
-            )
-            assert "1 passed" in done.stdout, done.stdout
-
-        return run
-
-    return decorate
+    return run_under(*prefix, "umockdev-wrapper")
 
 
 class Bed:

@@ -1,0 +1,264 @@
+"""The profile files: what is refused and how it is said, and whose file wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_agent import names
+from hetero_agent.core.model import Role
+from hetero_agent.discovery import profiles
+from hetero_agent.discovery.profiles import Identity
+from hetero_agent.discovery.tables import ProfileError
+
+GOOD = """\
+schema = 1
+resource = "example.org/npu"
+groups = ["render"]
+
+[[match]]
+vendors = ["1e52"]
+classes = ["1200"]
+
+[device]
+vendor = "Example"
+drivers = ["npu"]
+
+[[nodes]]
+subsystem = "accel"
+pattern = "accel*"
+role = "own"
+required = true
+
+[attributes]
+memory-total = { read = "memory/total", number = true }
+
+[env]
+NPU_VISIBLE = "{index}"
+
+[[mounts]]
+host = "/opt/npu"
+"""
+
+
+def test_a_good_profile_is_read_whole() -> None:
+    profile = profiles.parse(GOOD, "npu.toml")
+    assert profile is not None
+    assert (profile.name, profile.resource, profile.priority) == ("npu", "example.org/npu", 50)
+    assert profile.matches == (profiles.Match(vendors=("1e52",), classes=("1200",)),)
+    assert profile.nodes == (profiles.NodeRule(Role.OWN, "accel", "accel*", required=True),)
+    assert profile.attributes == {"memory-total": profiles.AttributeRule(read="memory/total", number=True)}
+    assert profile.env == {"NPU_VISIBLE": "{index}"}
+    assert profile.mounts == (("/opt/npu", "/opt/npu", "ro"),)
+    assert (profile.vendor, profile.drivers, profile.groups) == ("Example", ("npu",), ("render",))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ("schema = 1", "schema = 2", "npu.toml: schema: expected an integer from 1 to 1, got 2"),
+        (
+            "schema = 1",
+            "schema = 1\ncolour = 1",
+            "npu.toml: has no key colour; the keys are attributes, device,",
+        ),
+        ("schema = 1", "schema =", "npu.toml: not TOML: Invalid value"),
+        (
+            '"example.org/npu"',
+            '"npu"',
+            "npu.toml: resource: expected vendor/class, as in nvidia.com/gpu, got npu",
+        ),
+        ('resource = "example.org/npu"', "", "npu.toml: resource: missing; expected vendor/class"),
+        (
+            'vendors = ["1e52"]',
+            'vendors = ["1E52"]',
+            "[[match]] number 1 vendors: expected four hex digits, lower",
+        ),
+        (
+            'vendors = ["1e52"]',
+            'vendors = "1e52"',
+            "[[match]] number 1 vendors: expected a list: four hex digits",
+        ),
+        (
+            'vendors = ["1e52"]',
+            'vendor = ["1e52"]',
+            "[[match]] number 1 has no key vendor; the keys are classes,",
+        ),
+        (
+            'vendors = ["1e52"]',
+            'subsystem = "tty"',
+            "number 1 names: missing; a match in subsystem tty needs it",
+        ),
+        (
+            'vendors = ["1e52"]',
+            "exclude-functions = [8]",
+            "exclude-functions: expected an integer from 0 to 7, got 8",
+        ),
+        (
+            'classes = ["1200"]',
+            'classes = ["12000"]\nintegrated = 1',
+            "integrated: expected true or false, got 1",
+        ),
+        (
+            'drivers = ["npu"]',
+            "drivers = [1]",
+            "npu.toml: [device] drivers: expected names of kernel drivers, got 1",
+        ),
+        ('drivers = ["npu"]', 'facts = ["npu"]', "[device] facts: expected nvidia-proc or kfd, got npu"),
+        ('role = "own"', 'role = "mine"', "[[nodes]] number 1 role: expected own, parent or control, got mine"),
+        ('role = "own"', 'role = "control"', '[[nodes]] needs at least one with role = "own"'),
+        (
+            'pattern = "accel*"',
+            'path = "/dev/x"',
+            "[[nodes]] number 1 has either subsystem and pattern, or path",
+        ),
+        ('pattern = "accel*"', "", "[[nodes]] number 1 has either subsystem and pattern, or path"),
+        (
+            'subsystem = "accel"\npattern = "accel*"',
+            'path = "/etc/x"',
+            "path: expected a path below /dev, got /etc/x",
+        ),
+        ('subsystem = "accel"\npattern = "accel*"', 'path = "/dev/../x"', "path: expected a path below /dev"),
+        (
+            'subsystem = "accel"\npattern = "accel*"',
+            'path = "/dev/npu{number}"',
+            "path: {number} is not given by the facts of [device] (there are none)",
+        ),
+        (
+            '"memory/total"',
+            '"../other"',
+            "[attributes.memory-total] read: expected a path below the device's directory",
+        ),
+        ('"memory/total"', '"/etc/shadow"', "[attributes.memory-total] read: expected a path below"),
+        ('read = "memory/total", number', "number", "[attributes.memory-total] has either read or name-of"),
+        ("memory-total =", "Memory =", "[attributes] Memory: a name is lower-case letters, digits and -"),
+        (
+            '"{index}"',
+            '"{place}"',
+            "npu.toml: [env] NPU_VISIBLE: {place} is unknown; there are boot-vga, class, cpus,",
+        ),
+        ('"{index}"', '"{index"', "[env] NPU_VISIBLE: braces stand only around a name, as in {index}"),
+        ('"{index}"', '"a\\u0007b"', "[env] NPU_VISIBLE: expected up to 256 printable characters, got a\\x07b"),
+        ("NPU_VISIBLE =", '"NPU=X" =', "[env] NPU=X: not a name of an environment variable"),
+        ('"/opt/npu"', '"opt/npu"', "[[mounts]] number 1 host: expected an absolute path, got opt/npu"),
+        ('"/opt/npu"', '"/opt/../etc"', "[[mounts]] number 1 host: expected an absolute path"),
+        (
+            '"/opt/npu"',
+            '"/opt"\noptions = "rw bind"',
+            "[[mounts]] number 1 options: expected mount options, as in ro",
+        ),
+        ('["render"]', '["a b"]', "npu.toml: groups: expected names of groups, got a b"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_fits(old: str, new: str, wrong: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ProfileError) as caught:
+        profiles.parse(GOOD.replace(old, new), "npu.toml")
+    assert wrong in str(caught.value)
+    assert str(caught.value).startswith("npu.toml: ")
+
+
+def test_missing_tables_are_named() -> None:
+    head = 'schema = 1\nresource = "a.org/b"\n'
+    with pytest.raises(ProfileError, match=r"\[\[match\]\] is missing"):
+        profiles.parse(head, "x.toml")
+    with pytest.raises(ProfileError, match="needs one of vendors, classes, drivers or require"):
+        profiles.parse(head + "[[match]]\n", "x.toml")
+    with pytest.raises(ProfileError, match="the file's name must be lower-case"):
+        profiles.parse(GOOD, "../x.toml")
+
+
+def test_shipped_profiles_are_good_and_tried_in_order_of_priority() -> None:
+    found = profiles.load(None)
+    assert found.problems == ()
+    assert [profile.name for profile in found.profiles] == ["amd", "nvidia", "rdma", "generic"]
+    assert all(names.RESOURCE.fullmatch(profile.resource) for profile in found.profiles)
+
+
+def test_a_file_of_the_same_name_wins_unless_it_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "generic.toml").write_text(GOOD)
+    (tmp_path / "extra.toml").write_text(GOOD.replace("schema = 1", "schema = 1\npriority = 90"))
+    (tmp_path / "nvidia.toml").write_text("resource = 1\n")
+    (tmp_path / "off.toml").write_text("nonsense")
+    (tmp_path / "rdma.toml").write_text(GOOD.replace("schema = 1", "schema = 1\nenabled = false"))
+    (tmp_path / "large.toml").write_bytes(b"#" * (64 * 1024 + 1))
+    (tmp_path / "bytes.toml").write_bytes(b"# \xff\n")
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "README").write_text("not a profile")
+    found = profiles.load(tmp_path)
+    assert [profile.name for profile in found.profiles] == ["extra", "amd", "generic", "nvidia"]
+    assert found.named("generic").resource == "example.org/npu"
+    assert found.named("nvidia").resource == "nvidia.com/gpu"
+    prefix = f"{tmp_path}/"
+    assert all(problem.startswith(prefix) for problem in found.problems)
+    endings = {one.removeprefix(prefix).split(":")[0]: one.rsplit("; ", 1)[1] for one in found.problems}
+    assert endings == {
+        "bytes.toml": "it is left out",
+        "folder.toml": "it is left out",
+        "large.toml": "it is left out",
+        "nvidia.toml": "the shipped profile stays in force",
+        "off.toml": "it is left out",
+    }
+    assert f"{tmp_path}/large.toml: larger than 65536 bytes; it is left out" in found.problems
+
+
+def test_no_directory_is_no_problem(tmp_path: Path) -> None:
+    assert profiles.load(tmp_path / "none").problems == ()
+
+
+@pytest.mark.parametrize(
+    ("identity", "name"),
+    [
+        (Identity("pci", "0000:01:00.0", "10de", "2330", "030200"), "nvidia"),
+        (Identity("pci", "0000:01:00.0", "10de", "1eb8", "030000"), "nvidia"),
+        (Identity("pci", "0000:01:00.1", "10de", "10f8", "040300"), ""),
+        (Identity("pci", "0000:01:00.0", "1002", "740f", "038000"), "amd"),
+        (Identity("pci", "0000:01:00.0", "1002", "74a1", "120000"), "amd"),
+        (Identity("pci", "0000:01:00.0", "1002", "164e", "030000"), ""),
+        (Identity("pci", "0000:01:00.0", "1da3", "1020", "120000"), "generic"),
+        (Identity("pci", "0000:01:00.0", "15b3", "1021", "020700"), "rdma"),
+        (Identity("pci", "0000:01:00.0", "15b3", "101d", "020000"), ""),
+        (Identity("pci", "0000:01:00.0", "15b3", "101d", "020000", entries=frozenset(["infiniband"])), "rdma"),
+        (Identity("pci", "0000:01:00.0", "1a03", "2000", "030000"), ""),
+        (Identity("pci", "0000:01:00.0", "1af4", "1050", "038000"), ""),
+        (Identity("tty", "tty60"), ""),
+    ],
+)
+def test_what_counts_as_which_device(identity: Identity, name: str) -> None:
+    found = profiles.load(None).choose(identity)
+    assert (found.name if found else "") == name
+
+
+def test_each_key_of_match_decides() -> None:
+    def fits(extra: str, **named: object) -> bool:
+        text = GOOD.replace('classes = ["1200"]', extra)
+        profile = profiles.parse(text, "npu.toml")
+        assert profile is not None
+        base = {"vendor": "1e52", "device": "0001", "class_code": "120000", "driver": "npu", "function": 0}
+        identity = Identity("pci", "0000:01:00.0", **{**base, **named})  # type: ignore[arg-type]
+        return profiles.ProfileSet((profile,)).choose(identity) is profile
+
+    assert fits("")
+    assert not fits("", vendor="1e53")
+    assert fits('devices = ["0001"]')
+    assert not fits('devices = ["0002"]')
+    assert fits('drivers = ["npu"]')
+    assert not fits('drivers = ["npu"]', driver="")
+    assert fits('names = ["0000:01:*"]')
+    assert not fits('names = ["0000:02:*"]')
+    assert not fits('require = ["infiniband"]')
+    assert fits('require = ["infiniband"]', entries=frozenset(["infiniband", "net"]))
+    assert not fits('exclude-vendors = ["1e52"]')
+    assert not fits('exclude-devices = ["0001"]')
+    assert not fits("exclude-functions = [1, 2]", function=2)
+    assert fits("exclude-functions = [1, 2]", function=0)
+    assert fits("integrated = false")
+    assert not fits("integrated = true")
+
+
+def test_filling_leaves_out_what_is_unknown() -> None:
+    assert profiles.fill("{a}:{b}", {"a": 0, "b": "x"}) == "0:x"
+    assert profiles.fill("{a}:{b}", {"a": 0, "b": ""}) is None
+    assert profiles.fill("{a}", {}) is None
+    assert profiles.fill("plain", {}) == "plain"
