@@ -11,7 +11,7 @@ from typing import Any
 
 from hetero_agent.cli import admin, doctor, exitcodes, leasing, listing, run, simverbs, watching
 from hetero_agent.cli.table import Printer
-from hetero_agent.cli.verbs import Verbs, common_options
+from hetero_agent.cli.verbs import Formatter, Verbs, common_options
 from hetero_agent.text import printable
 
 _EPILOG = """\
@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="See, lease and look after the accelerators of this host.",
         epilog=_EPILOG,
         parents=[common],
+        formatter_class=Formatter,
     )
     # without prog, argparse would format a usage text for it, which costs startup
     parsers = parser.add_subparsers(metavar="VERB", title="verbs (default: list)", prog="heteroctl")

@@ -17,7 +17,7 @@ from hetero_agent import names
 from hetero_agent.cli import exitcodes
 from hetero_agent.cli.complaints import Complaint
 from hetero_agent.cli.table import Printer
-from hetero_agent.cli.verbs import Verbs, positive, seconds
+from hetero_agent.cli.verbs import Formatter, Verbs, positive, seconds
 from hetero_agent.text import printable
 
 SOCKET_VARIABLE = "HETERO_SIM_SOCKET"
@@ -38,7 +38,13 @@ def register(verbs: Verbs) -> None:
     )
     what = parser.add_subparsers(dest="action", required=True, metavar="ACTION", prog="heteroctl sim")
 
-    add = what.add_parser("add", parents=[verbs.common], help="add a device")
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = what.add_parser(
+            name, help=text, parents=[verbs.common], formatter_class=Formatter
+        )
+        return made
+
+    add = action("add", "add a device")
     add.add_argument("id")
     add.add_argument("-r", "--resource", required=True, help="its resource name")
     add.add_argument("-n", "--count", type=positive, help="so many, numbered after the id")
@@ -48,22 +54,20 @@ def register(verbs: Verbs) -> None:
     add.add_argument("--numa", type=int, metavar="NODE", help="its NUMA node")
     add.add_argument("--serial", help="its serial number (default: made from the id)")
 
-    what.add_parser("remove", parents=[verbs.common], help="take a device away, as if unplugged").add_argument(
-        "id"
-    )
+    action("remove", "take a device away, as if unplugged").add_argument("id")
 
-    fail = what.add_parser("fail", parents=[verbs.common], help="make a device unhealthy")
+    fail = action("fail", "make a device unhealthy")
     fail.add_argument("id")
     fail.add_argument("--reason", help="what is reported (default: simulated-fault)")
 
-    recover = what.add_parser("recover", parents=[verbs.common], help="make a device healthy, end its hang")
+    recover = action("recover", "make a device healthy, end its hang")
     recover.add_argument("id", nargs="?", help="default: end the hang of the whole simulator")
 
-    hang = what.add_parser("hang", parents=[verbs.common], help="report nothing of a device any more")
+    hang = action("hang", "report nothing of a device any more")
     hang.add_argument("id", nargs="?", help="default: report nothing at all")
     hang.add_argument("--seconds", type=seconds, help="for so long (default: until recover)")
 
-    what.add_parser("list", parents=[verbs.common], help="list the virtual devices")
+    action("list", "list the virtual devices")
 
 
 def sim(args: argparse.Namespace, out: Printer) -> int:

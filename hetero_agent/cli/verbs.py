@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,24 @@ POLICIES = ("least-allocated", "packed", "most-free-memory")
 
 #: Keys of --require whose values are text even if they look like numbers.
 _TEXT_KEYS = frozenset({"vendor", "model", "driver", "serial"})
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help as wide as the terminal.  argparse makes one for every option it is told of, and its
+    own asks shutil for the width, whose import alone is a tenth of what startup may cost."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_columns() - 2)
+
+
+@functools.cache
+def _columns() -> int:
+    with contextlib.suppress(KeyError, ValueError):
+        return max(40, int(os.environ["COLUMNS"]))
+    try:
+        return max(40, os.get_terminal_size(1).columns)
+    except OSError:
+        return 100
 
 
 class Verbs:
@@ -38,7 +59,11 @@ class Verbs:
 
     def _add(self, name: str, text: str, handler: object, connects: bool) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = self._parsers.add_parser(
-            name, help=text, description=text[0].upper() + text[1:] + ".", parents=[self.common]
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            parents=[self.common],
+            formatter_class=Formatter,
         )
         parser.set_defaults(handler=handler, connects=connects)
         return parser
@@ -46,7 +71,9 @@ class Verbs:
 
 def common_options() -> argparse.ArgumentParser:
     """Return a parser with the options of every verb; they may stand before the verb too."""
-    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        add_help=False, argument_default=argparse.SUPPRESS, formatter_class=Formatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document (watch: one a line)")
     parser.add_argument("--bus", metavar="ADDRESS", help="address of the bus (default: the system bus)")
     return parser

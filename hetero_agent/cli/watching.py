@@ -28,11 +28,10 @@ def register(verbs: Verbs) -> None:
 
 async def watch(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Print events until interrupted.  A lost agent is waited for."""
-    from hetero_agent.client import NoAgent, events  # noqa: PLC0415
+    from hetero_agent.client import events  # noqa: PLC0415
     from hetero_agent.client.results import device_of  # noqa: PLC0415
 
-    if not client.agent_present:
-        raise NoAgent(f"the agent is not on the bus at {client.address}")
+    await client.status()  # an agent that is not there is said at once; one that goes is waited for
     wanted = [device_of(await client.device_path(name)) for name in args.devices]
     kinds: tuple[type[Event], ...] = (
         events.StateChanged,

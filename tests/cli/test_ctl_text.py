@@ -256,7 +256,7 @@ def test_every_error_has_its_exit_code(kind: type[errors.HeteroError], code: int
 def test_startup_loads_nothing_heavy() -> None:
     code = "import hetero_agent.cli.main as m, sys; m.build_parser(); print(*sorted(sys.modules))"
     loaded = set(subprocess.check_output([PYTHON, "-c", code], text=True, cwd=ROOT).split())
-    heavy = {"shutil", "dbus_next", "pyroute2", "pyudev", "systemd", "sqlite3", "subprocess"}
+    heavy = {"shutil", "dbus_next", "pyroute2", "pyudev", "systemd", "sqlite3"}
     assert not heavy & loaded, "verbs import what they need when they are carried out"
 
 
