@@ -201,12 +201,14 @@ def _write_signature(buffer: bytearray, value: Any) -> None:
 
 def _write_variant(buffer: bytearray, value: Any) -> None:
     signature, inner = value
-    write = _writer(signature)
+    writers = _writers(signature)
+    if len(writers) != 1:
+        raise CodecError("a variant holds one complete type")
     raw = signature.encode("ascii")
     buffer.append(len(raw))
     buffer += raw
     buffer += b"\0"
-    write(buffer, inner)
+    writers[0](buffer, inner)
 
 
 def _write_bytes(buffer: bytearray, value: Any) -> None:

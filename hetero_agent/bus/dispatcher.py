@@ -73,8 +73,8 @@ class Refusals:
 class Dispatcher:
     """The table of members and the one order in which each call is looked at.
 
-    SETTLE() is called before a reply, to have the signals it rests on go out first, and
-    DONE(sender) once a call is answered.  Raises ValueError at once if the table, the
+    SETTLE() is called before a reply, to have the signals it rests on go out first;
+    ``done(sender)`` (to be set) once a call is answered.  Raises ValueError at once if the table, the
     interface files and the who-may table do not name the same members.
     """
 
@@ -85,14 +85,13 @@ class Dispatcher:
         table: Table,
         guard: Guard,
         refusals: Refusals,
-        done: Callable[[str], None],
         settle: Callable[[], None],
     ) -> None:
         self._connection = connection
         self._objects = objects
         self._guard = guard
         self._refusals = refusals
-        self._done = done
+        self.done: Callable[[str], None] = _nobody
         self._settle = settle
         self._tasks: set[asyncio.Task[None]] = set()
         self._methods: dict[tuple[str, str], tuple[str, contract.Method, Entry]] = {}
@@ -189,7 +188,7 @@ class Dispatcher:
         self._settle()
         self._connection.reply(message, method.gives, body)
         self._connection.flush()
-        self._done(message.sender)
+        self.done(message.sender)
 
     def _fail(
         self, message: Incoming, caller: Caller, member: str, call: Call | None, error: BaseException
@@ -200,7 +199,7 @@ class Dispatcher:
         if isinstance(error, Refusal):
             request_id = call.request_id if call is not None else ""
             self._refusals.tell(caller.actor(), member.rpartition(".")[2], error, request_id)
-        self._done(message.sender)
+        self.done(message.sender)
 
     # -- calls that take time -------------------------------------------------------------------
     def _begin(
@@ -247,3 +246,8 @@ def _resumed(work: Coroutine[Any, Any, Result], pending: Any) -> Generator[Any, 
             pending = step()
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
+
+
+def _nobody(sender: str) -> None:
+    """Whom to tell that a call of SENDER is answered, until somebody is named."""
+    del sender

@@ -33,7 +33,8 @@ def _ancestors() -> dict[str, tuple[str, ...]]:
         parts = path.strip("/").split("/")
         for index, part in enumerate(parts):
             children.setdefault("/" + "/".join(parts[:index]), set()).add(part)
-    return {path: tuple(sorted(below)) for path, below in children.items()}
+    fixed = {path: tuple(sorted(below)) for path, below in children.items()}
+    return {names.DEVICES: (), names.LEASES: (), **fixed}
 
 
 _FIXED_CHILDREN = _ancestors()

@@ -137,7 +137,10 @@ class Publisher:
         """Send now what the end of this turn would: a reply is about to go out, and the news it
         rests on goes before it."""
         if self._turn_due:
-            self._turn()
+            try:
+                self._turn()
+            except Exception:
+                log.exception("signals before a reply failed")
 
     def drained(self) -> None:
         """What waited to be written has become little: go on with what was held back."""
