@@ -66,6 +66,7 @@ class KernelSource:
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._stuck: set[str] = set()
         self._unread: set[str] = set()
+        self._failed: set[str] = set()
         self._flush_timer: asyncio.TimerHandle | None = None
         self._resync_reason = ""
         self._resync_task: asyncio.Task[None] | None = None
@@ -92,6 +93,7 @@ class KernelSource:
         """Read the profiles again (of another directory, if given) and compare everything.
 
         A profile that is wrong is left out and shows in `problems`; nothing is raised for it.
+        Raises OSError, with the old monitor still listening, if no new one can be made.
         """
         if profiles_dir is not None:
             self._profiles_dir = profiles_dir
@@ -141,6 +143,9 @@ class KernelSource:
         found += [
             f"{path.rsplit('/', 1)[-1]}: reading {path} does not return; its last known state is kept"
             for path in sorted(self._stuck)
+        ]
+        found += [
+            f"{path}: reading it failed, see the log; its last known state is kept" for path in self._failed
         ]
         if self._unread:
             found.append(
@@ -249,6 +254,10 @@ class KernelSource:
         work = functools.partial(sysfs.read_device, anchor, chosen)
         try:
             facts = await self._readers.call(work, self._deadline, lambda: self._unstuck(anchor))
+            if chosen is not self._profiles:
+                self._dirty.add(anchor)
+                return False
+            self._take(anchor, facts)
         except ReadTimeoutError:
             self._stuck.add(anchor)
             log.warning("reading %s does not return; its last known state is kept", printable(anchor))
@@ -256,11 +265,13 @@ class KernelSource:
         except NoReaderError:
             self._unread.add(anchor)
             return False
-        self._unread.discard(anchor)
-        if chosen is not self._profiles:
-            self._dirty.add(anchor)
+        except Exception:
+            # what one device answers must not cost the others theirs
+            log.exception("reading %s failed; its last known state is kept", printable(anchor))
+            self._failed.add(anchor)
             return False
-        self._take(anchor, facts)
+        self._failed.discard(anchor)
+        self._unread.discard(anchor)
         return True
 
     def _unstuck(self, anchor: str) -> None:
@@ -315,6 +326,9 @@ class KernelSource:
             self._publish(reason, complete)
             return
         wanted = self._correlated.keys() | set(self._listing.anchors)
+        for anchor in self._stuck.intersection(self._correlated).difference(self._listing.anchors):
+            self._stuck.discard(anchor)
+            self._take(anchor, None)
         self._dirty.update(wanted & self._reading.keys())
         idle = sorted(wanted - self._reading.keys() - self._stuck)
         await asyncio.gather(*(self._begin(anchor, publish=False) for anchor in idle))
@@ -322,16 +336,29 @@ class KernelSource:
 
     async def _beat(self) -> None:
         """Prove that the monitor can be read, look for late nodes, and resync now and then."""
-        resync_at = time.monotonic() + self._table.resync_interval
+        resynced = time.monotonic()
         while True:
             await asyncio.sleep(HEARTBEAT)
-            if self._monitor is not None:
-                self._monitor.check()
+            self._check_monitor()
             self._dirty.update(self._with_late_nodes(), self._unread)
             self._schedule()
-            if time.monotonic() >= resync_at:
-                resync_at = time.monotonic() + self._table.resync_interval
+            if time.monotonic() >= resynced + self._table.resync_interval:
+                resynced = time.monotonic()
                 self.resync("periodic")
+
+    def _check_monitor(self) -> None:
+        """Look at the socket, or listen to the other source if udevd came or went."""
+        if self._monitor is None:
+            return
+        if monitor.choose_source(self._table.udev_source)[0] == self._monitor.source:
+            self._monitor.check()
+            return
+        try:
+            self._listen()
+        except OSError as error:
+            log.warning("can't listen to the other uevent source: %s", printable(error))
+            return
+        self.resync("source-changed")
 
     def _with_late_nodes(self) -> Iterable[str]:
         """Return the devices that wait for a node which has come without a uevent (nvidia-modprobe
