@@ -17,6 +17,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Z0-9_]")
 _NAME_LIMIT: Final = 48
 _MESSAGE_LIMIT: Final = 2048
 _TEXT_LIMIT: Final = 512
+_EXTRA_LIMIT: Final = 32
 
 
 def fields_of(record: AuditRecord) -> dict[str, str]:
@@ -53,7 +54,7 @@ def fields_of(record: AuditRecord) -> dict[str, str]:
         ("ACTOR_CLIENT", actor.client),
     ):
         fields[f"HETERO_{name}"] = printable(text, _TEXT_LIMIT)
-    for name, text in record.extra.items():
+    for name, text in list(record.extra.items())[:_EXTRA_LIMIT]:
         # A name of ours is never overridden: a provider may choose the names of its evidence.
         key = "HETERO_" + _NOT_IN_NAMES.sub("_", name.upper())[:_NAME_LIMIT]
         fields.setdefault(key, printable(text, _TEXT_LIMIT))

@@ -1,9 +1,8 @@
 """The outbox writer: audit records from the ledger to the journal, in order, by a thread.
 
 The queue is the ledger's outbox; only one page of it is in memory.  The loop pulls a page, the
-thread writes it, the loop has the ledger forget it and pulls the next.  When journald does not
-drain its socket, systemd.journal.send blocks: then the thread is stuck, the backlog grows in the
-ledger, `stuck_for` says so, and nobody waits.
+thread writes it, the loop has the ledger forget it and pulls the next.  While journald does not
+drain its socket, only the thread waits; the backlog grows in the ledger and `problem` says so.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from hetero_agent.audit.fields import fields_of, line_of
-from hetero_agent.audit.journald import JOURNAL_SOCKET, reachable
+from hetero_agent.audit.journald import JOURNAL_SOCKET, JournalSocket
 from hetero_agent.core.model import AuditRecord
-from systemd import journal
 
 _log = logging.getLogger("hetero_agent.audit")
 
@@ -33,6 +31,9 @@ _PAGE: Final = 256
 _COLLECT: Final = 0.02
 _RETRY: Final = 1.0
 _LATE: Final = 5.0
+
+#: Seconds after which the thread looks whether it should stop, while journald is stuck.
+_POLL: Final = 0.2
 
 
 class Outbox(Protocol):
@@ -49,38 +50,48 @@ class Outbox(Protocol):
         """Forget these."""
 
 
-class Unwritten(Exception):
-    """The page could not be written now; all of it is to be written again."""
+class Sink(Protocol):
+    """Where records go; used by the thread."""
+
+    def write(self, record: AuditRecord, stop: threading.Event) -> None:
+        """Write RECORD, as long as it takes, or until STOP is set.  Raises OSError: not written."""
 
 
-def _to_journal(page: Sequence[AuditRecord]) -> None:
-    """Send PAGE.  Raises Unwritten unless journald was there before and after."""
-    if not reachable():
-        raise Unwritten(f"journald does not listen at {JOURNAL_SOCKET}")
-    for record in page:
+class JournalSink:
+    """The journal."""
+
+    def __init__(self) -> None:
+        self._socket = JournalSocket()
+
+    def write(self, record: AuditRecord, stop: threading.Event) -> None:
+        """Send it, and wait while journald's queue is full.  Raises OSError."""
         fields = fields_of(record)
+        while True:
+            try:
+                self._socket.send(fields)
+                return
+            except BlockingIOError:
+                if stop.is_set():
+                    raise
+                self._socket.wait(_POLL)
+            except OSError as error:
+                raise OSError(f"journald does not listen at {JOURNAL_SOCKET}: {error.strerror}") from error
+
+
+class ErrorSink:
+    """Standard error, a line of JSON each."""
+
+    def write(self, record: AuditRecord, stop: threading.Event) -> None:  # noqa: ARG002 a write can't be stopped
+        """Write it.  Raises OSError."""
+        data = (line_of(record) + "\n").encode()
         try:
-            # CODE_FUNC, for without it send() walks the stack and names this line.
-            journal.send(fields.pop("MESSAGE"), CODE_FUNC="audit", **fields)
+            while data:
+                data = data[os.write(2, data) :]
         except OSError as error:
-            raise Unwritten(f"the journal refuses: {error.strerror}") from error
-    if not reachable():
-        raise Unwritten(f"journald left {JOURNAL_SOCKET}")
+            raise OSError(f"standard error refuses: {error.strerror}") from error
 
 
-def _to_stderr(page: Sequence[AuditRecord]) -> None:
-    text = "".join(line_of(record) + "\n" for record in page).encode()
-    try:
-        while text:
-            text = text[os.write(2, text) :]
-    except OSError as error:
-        raise Unwritten(f"standard error refuses: {error.strerror}") from error
-
-
-SINKS: Final[dict[str, Callable[[Sequence[AuditRecord]], None]]] = {
-    "journal": _to_journal,
-    "stderr": _to_stderr,
-}
+SINKS: Final[dict[str, Callable[[], Sink]]] = {"journal": JournalSink, "stderr": ErrorSink}
 
 
 def choose(mode: str) -> str:
@@ -99,7 +110,8 @@ class JournalWriter:
     def __init__(self, outbox: Outbox, mode: str = "auto") -> None:
         self.sink = choose(mode)
         self._outbox = outbox
-        self._write = SINKS[self.sink]
+        self._writer = SINKS[self.sink]()
+        self._stop = threading.Event()
         self._pages: queue.SimpleQueue[list[AuditRecord] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="audit-writer", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,9 +165,16 @@ class JournalWriter:
             except TimeoutError:
                 _log.warning("%d audit records stay in the ledger until the next start", self._outbox.backlog)
         self._stopped = True
+        self._stop.set()
         if self._timer is not None:
             self._timer.cancel()
         self._pages.put(None)
+        # What the thread wrote of its last page shall not be written twice; if it is stuck for
+        # good, it may be.
+        for _ in range(10):
+            if self._flight is None:
+                break
+            await asyncio.sleep(_POLL / 5)
 
     # -- the loop's side ---------------------------------------------------------------------
     def _pull(self) -> None:
@@ -175,9 +194,14 @@ class JournalWriter:
         elif self._drained is not None:
             self._drained.set()
 
-    def _done(self, failure: str) -> None:
+    def _done(self, written: int, failure: str) -> None:
         page, self._flight = self._flight, None
-        if self._stopped or page is None:
+        if page is None:
+            return
+        if written:
+            self._after = page[written - 1].sequence
+            self._outbox.taken([record.sequence for record in page[:written]])
+        if self._stopped:
             return
         if failure:
             self._failed(failure)
@@ -185,8 +209,6 @@ class JournalWriter:
         if self._warned:
             _log.warning("the audit trail is being written again after %.0f s", time.monotonic() - self._since)
         self._failure, self._warned = "", False
-        self._after = page[-1].sequence
-        self._outbox.taken([record.sequence for record in page])
         if self._outbox.backlog or self._drained is not None:
             self._pull()
 
@@ -205,13 +227,15 @@ class JournalWriter:
     # -- the thread ----------------------------------------------------------------------------
     def _run(self) -> None:
         while (page := self._pages.get()) is not None:
+            written, failure = 0, ""
             try:
-                self._write(page)
-                failure = ""
-            except Unwritten as error:
+                for record in page:
+                    self._writer.write(record, self._stop)
+                    written += 1
+            except OSError as error:
                 failure = str(error)
             assert self._loop is not None
             try:
-                self._loop.call_soon_threadsafe(self._done, failure)
+                self._loop.call_soon_threadsafe(self._done, written, failure)
             except RuntimeError:  # the loop is closed
                 return

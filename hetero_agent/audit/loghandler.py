@@ -15,9 +15,8 @@ import traceback
 from typing import Final
 
 from hetero_agent.audit.fields import IDENTIFIER
-from hetero_agent.audit.journald import reachable
+from hetero_agent.audit.journald import JournalSocket
 from hetero_agent.text import printable
-from systemd import journal
 
 #: Between logging's INFO and WARNING, as syslog has it.
 NOTICE: Final = 25
@@ -43,6 +42,7 @@ TARGETS: Final = ("auto", "journal", "console")
 _QUEUE: Final = 1000
 _MESSAGE_LIMIT: Final = 2048
 _TRACE_LINES: Final = 40
+_POLL: Final = 0.2
 
 
 def priority_of(level: int) -> int:
@@ -66,6 +66,7 @@ class LogHandler(logging.Handler):
         super().__init__()
         self._queue: queue.Queue[tuple[int, str, str] | None] = queue.Queue(_QUEUE)
         self._dropped = 0
+        self._journal = JournalSocket()
         self._target = "console"
         self._prefix = not sys.stderr.isatty()
         self.set_target(target)
@@ -121,19 +122,18 @@ class LogHandler(logging.Handler):
             self._write(*item)
             dropped, self._dropped = self._dropped, 0
             if dropped:
-                self._write(
-                    4, __name__, f"{dropped} log messages were dropped: the log was too slow"
-                )
+                self._write(4, __name__, f"{dropped} log messages were dropped: the log was too slow")
 
     def _write(self, priority: int, name: str, text: str) -> None:
-        if self._target == "journal" and reachable():
+        fields = {"MESSAGE": text, "PRIORITY": str(priority), "SYSLOG_IDENTIFIER": IDENTIFIER, "LOGGER": name}
+        while self._target == "journal":
             try:
-                journal.send(
-                    text, PRIORITY=str(priority), SYSLOG_IDENTIFIER=IDENTIFIER, LOGGER=name, CODE_FUNC="log"
-                )
+                self._journal.send(fields)
+                return
+            except BlockingIOError:
+                self._journal.wait(_POLL)
             except OSError:
-                self._dropped += 1
-            return
+                break  # no journald: standard error is better than nothing
         prefix = f"<{priority}>" if self._prefix else ""
         data = "".join(f"{prefix}{line}\n" for line in text.split("\n")).encode("utf-8", "backslashreplace")
         try:
