@@ -119,10 +119,11 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class StoreCordon:
-    """Make a cordon (or its removal) outlive a reboot; answer CordonStored."""
+    """Make a cordon (or its removal) outlive a reboot; answer CordonStored.  PLACE is what it is
+    kept under: ``serial:`` and the serial once that is known, else the device's id."""
 
     token: Token
-    device: str
+    place: str
     cordon: Cordon | None
 
 

@@ -7,7 +7,7 @@ it, `returns` whether it came back; `world` holds the tables and undoes a failed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_agent.core import requests
@@ -44,15 +44,18 @@ from hetero_agent.core.events import (
     Tick,
 )
 from hetero_agent.core.grants import Grants
+from hetero_agent.core.lifecycle import settle
 from hetero_agent.core.model import (
     AuditKind,
     AuditRecord,
+    Debt,
     Device,
     DeviceRecord,
     Health,
     Instant,
     Lease,
     LeaseState,
+    Obstacle,
     Options,
     Result,
     State,
@@ -118,7 +121,8 @@ class Governor:
                 self.returns.closed(event)
             case Scanned():
                 for device_id, lease in self.returns.scanned(event):
-                    self._proven(device_id, lease, event.at)
+                    if lease:
+                        self.grants.returned(lease, (device_id,), event.at)
             case Signalled():
                 self.returns.signalled(event)
             case Reap():
@@ -126,7 +130,7 @@ class Governor:
             case Observed():
                 self.presence.observed(event)
                 if event.complete and event.source == KERNEL:
-                    self.world.ready = True
+                    self.world.set_ready()
             case HealthSeen():
                 self.presence.health(event)
             case ProviderGone():
@@ -141,12 +145,6 @@ class Governor:
                 self.world.audit(kind, at, text, priority=priority)
             case Tick():
                 self._tick(event.at)
-
-    def _proven(self, device_id: str, lease: str, at: Instant) -> None:
-        if lease:
-            self.grants.returned(lease, (device_id,), at)
-        if device_id not in self.world.devices:
-            self.world.effect(WatchNodes(device_id, None))
 
     def _tick(self, at: Instant) -> None:
         for kind, name in self.world.due(at.boot):
@@ -193,41 +191,67 @@ class Governor:
         world.sequence, world.generation = restored.sequence, restored.generation
         world.counts.update(restored.counts)
         for cordon in restored.cordons:
-            self.presence.place_cordon(cordon.device, cordon)
+            world.put_cordon(f"serial:{cordon.serial}" if cordon.serial else cordon.device, cordon)
         for key, records in restored.history.items():
             world.histories[key] = deque(records, maxlen=HISTORY)
         world.audit(AuditKind.STARTED, at, f"started, epoch {world.epoch}", priority=5)
         for note in restored.notes:
             world.audit(AuditKind.STORE, at, note, priority=4)
-        other = set(restored.other_boot)
         known = {record.id: record for record in restored.records}
+        owed = [
+            debt
+            for debt in restored.debts
+            if debt.device not in restored.other_boot_debts and debt.lease not in restored.other_boot
+        ]
         for request in restored.requests:
             world.put_request(request)
-            world.alarm(request.boot + requests.MEMORY, "purge", "")
+        requests.purge_at(world, at.boot)
         for lease in restored.leases:
-            if lease.id in other:
+            if lease.id in restored.other_boot:
                 self._close_of_other_boot(lease, at)
-            elif not lease.granted:
+            elif not lease.granted and lease.alive:
                 self._roll_back(lease, at)
             else:
-                self._take_up(lease, known, at)
-        for debt in restored.debts:
-            record = known.get(debt.device)
-            lease_known = not debt.lease or debt.lease in world.leases
-            if record is None or not lease_known or debt.device in world.devices:
-                world.drop_debt(debt.device)
-                world.outcome.changes.debts[debt.device] = None
-                continue
-            world.put_debt(debt)
-            self._placeholder(record, State.RECLAIMING, debt.lease, at)
-            world.effect(RequestScan((debt.device,)))
-            world.alarm(at.boot + 1_000_000, "check", debt.device)
-        # a lease whose devices are neither here nor owed any more is over
+                self._take_up(lease, known, {debt.device for debt in owed}, at)
+        for debt in owed:
+            self._take_debt(debt, known, at)
+        self._sweep(restored, at)
+        return world.finish()
+
+    def _take_debt(self, debt: Debt, known: Mapping[str, DeviceRecord], at: Instant) -> None:
+        world = self.world
+        lease = world.leases.get(debt.lease)
+        record = known.get(debt.device)
+        if record is None and lease is not None:
+            record = _unknown(debt.device, lease.resource)
+        if record is None:
+            # it is looked at before it is granted, like any device that appears
+            world.outcome.changes.debts[debt.device] = None
+            return
+        world.put_debt(debt)
+        self._placeholder(record, State.RECLAIMING, debt.lease, at)
+        world.alarm(at.boot + 1_000_000, "check", debt.device)
+
+    def _sweep(self, restored: Restored, at: Instant) -> None:
+        """Let go of rows that concern nothing that is left."""
+        world = self.world
         for lease in list(world.leases.values()):
             if not lease.alive:
-                away = [one for one in lease.devices if one not in world.devices]
+                owed = {one.device for one in world.debts.values() if one.lease == lease.id}
+                away = [one for one in lease.devices if one not in owed]
                 self.grants.returned(lease.id, away, at)
-        return world.finish()
+        for debt in restored.debts:
+            if debt.device not in world.debts:
+                world.outcome.changes.debts[debt.device] = None
+        for record in restored.records:
+            if record.id not in world.devices:
+                world.outcome.changes.records[record.id] = None
+        for request in list(world.requests.values()):
+            if request.lease and request.lease not in world.leases and not request.ended:
+                if request.body:
+                    requests.spend(world, request.lease, at)
+                else:
+                    world.drop_request(request.key)
 
     def _close_of_other_boot(self, lease: Lease, at: Instant) -> None:
         world = self.world
@@ -248,7 +272,9 @@ class Governor:
         world = self.world
         world.put_lease(lease)
         world.drop_lease(lease.id)
-        world.drop_request(lease.key)
+        earlier = world.requests.get(lease.key)
+        if earlier is not None and earlier.lease == lease.id:
+            world.drop_request(lease.key)
         world.audit(
             AuditKind.ENDED,
             at,
@@ -258,24 +284,24 @@ class Governor:
             reason="rolled-back",
             request_id=lease.key.request_id,
         )
-        for device_id in lease.devices:
-            world.outcome.changes.records[device_id] = None
         world.effect(RevokeAccess(lease.id))
 
-    def _take_up(self, lease: Lease, known: Mapping[str, DeviceRecord], at: Instant) -> None:
+    def _take_up(
+        self, lease: Lease, known: Mapping[str, DeviceRecord], owed: Collection[str], at: Instant
+    ) -> None:
         world = self.world
         world.put_lease(lease)
         if not lease.alive:
+            world.effect(RevokeAccess(lease.id))
             return
         for device_id in lease.devices:
-            record = known.get(device_id)
-            if record is None or device_id in lease.returned:
+            if device_id in lease.returned or device_id in owed:
                 continue
+            record = known.get(device_id) or _unknown(device_id, lease.resource)
             state = State.IN_USE if lease.confirmed else State.ALLOCATING
             if device_id in lease.lost:
                 state = State.LOST
             self._placeholder(record, state, lease.id, at)
-            world.effect(RequestScan((device_id,)))
         if lease.deadline:
             world.alarm(lease.deadline, "lease", lease.id)
         if lease.binding:
@@ -284,25 +310,25 @@ class Governor:
     def _placeholder(self, record: DeviceRecord, state: State, lease: str, at: Instant) -> None:
         """A device that the ledger knows before its source has spoken."""
         world = self.world
-        debt = world.debts.get(record.id)
-        if debt is not None and debt.overdue:
-            state = State.FAULTY
-        kernel = record.source == KERNEL
-        world.put_device(
-            Device(
-                record=record,
-                present=state is not State.LOST,
-                state=state,
-                reason="",
-                since=at,
-                health=record.health if kernel else Health.UNKNOWN,
-                lease=lease,
-                appeared=at.boot,
-                count=world.counts.get(world.key(record), 0),
-                cordon=world.cordon_of(record),
-            )
+        device = Device(
+            record=record,
+            present=state is not State.LOST,
+            state=state,
+            reason="",
+            since=at,
+            health=record.health if record.source == KERNEL else Health.UNKNOWN,
+            health_reason=record.health_reason if record.source == KERNEL else "",
+            lease=lease,
+            appeared=at.boot,
+            count=world.counts.get(world.key(record), 0),
+            cordon=world.cordon_of(record),
         )
+        if record.id in world.debts:
+            settled, reason = settle(world.facts(device))
+            device = replace(device, state=settled or state, reason=reason)
+        world.put_device(device)
         world.effect(WatchNodes(record.id, record))
+        world.effect(RequestScan((record.id,)))
         self.presence.expect(record.id)
 
     # -- the view ---------------------------------------------------------------------------------------
@@ -353,8 +379,7 @@ class Governor:
     def history(self, device: str, most: int) -> Sequence[AuditRecord]:
         """Its last transitions, oldest first, at most MOST (and never over 20)."""
         known = self.world.devices.get(device)
-        records = self.world.histories.get(self.world.key(known.record), ()) if known else ()
-        return list(records)[-most:] if most > 0 else []
+        return self.world.history(known.record)[-most:] if known and most > 0 else []
 
     def explain(self, resource: str, count: int, options: Options) -> Explanation:
         """What Allocate would do now, by the same code path; grants nothing."""
@@ -376,3 +401,9 @@ class Governor:
         """The devices to look at for a RequestScan: the named ones, or all."""
         chosen = names or list(self.world.devices)
         return {one: self.world.devices[one] for one in chosen if one in self.world.devices}
+
+
+def _unknown(device_id: str, resource: str) -> DeviceRecord:
+    """What stands for a leased device whose record was damaged, until its source speaks: no
+    source, so that any may, and nothing to grant."""
+    return DeviceRecord(device_id, resource, source="", obstacle=Obstacle.NO_NODE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 from hetero_agent.core import requests
 from hetero_agent.core.effects import (
@@ -59,13 +58,15 @@ _ENDING = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Parked:
-    """A request that waits for a scan which is under way, until DEADLINE (boot)."""
+    """A request that waits for a scan which is under way, until DEADLINE (boot); they are served
+    by NUMBER."""
 
     event: Allocate
     deadline: int
-    tokens: list[Token] = field(default_factory=list)
+    number: int
+    tokens: tuple[Token, ...]
 
 
 class Grants:
@@ -74,8 +75,9 @@ class Grants:
     def __init__(self, world: World, returns: Returns) -> None:
         self.world = world
         self.returns = returns
-        self._tokens: dict[str, list[Token]] = {}
+        self._tokens: dict[str, tuple[Token, ...]] = {}
         self._news: dict[str, list[Effect]] = {}
+        self._within: dict[str, int] = {}
         self._parked: dict[RequestKey, _Parked] = {}
 
     @property
@@ -95,19 +97,10 @@ class Grants:
                 ErrorKind.NOT_READY, "the first look at this host's devices is not complete; try again"
             )
         self._limits(event)
-        parked = self._parked.get(key)
-        if parked is not None:
-            if parked.event.fingerprint != event.fingerprint:
-                raise Refusal(
-                    ErrorKind.REQUEST_CONFLICT,
-                    f"request id {event.request_id} waits with other arguments; use a new request id",
-                )
-            parked.tokens.append(event.token)
-            return
         ahead = any(one.event.resource == event.resource for one in self._parked.values())
         choice = Choice(()) if ahead else self._choose(event.resource, event.count, event.options)
         if len(choice.devices) == event.count:
-            self._prepare(event, key, choice.devices, [event.token])
+            self._prepare(event, key, choice.devices, (event.token,))
             return
         passing = self._passing(event)
         if not ahead and len(choice.devices) + len(passing) < event.count:
@@ -117,44 +110,62 @@ class Grants:
                 ErrorKind.LIMIT_EXCEEDED, f"{world.settings.waiting} requests wait already; try again later"
             )
         deadline = event.at.boot + world.settings.park
-        self._parked[key] = _Parked(event, deadline, [event.token])
-        world.note(lambda: self._unpark(key))
+        number = max((one.number for one in self._parked.values()), default=0) + 1
+        world.assign(self._parked, key, _Parked(event, deadline, number, (event.token,)))
         world.alarm(deadline, "parked", "")
-        world.effect(RequestScan(tuple(passing)))
-
-    def _unpark(self, key: RequestKey) -> None:
-        del self._parked[key]
+        if passing:
+            world.effect(RequestScan(tuple(passing)))
 
     def _again(self, key: RequestKey, event: Allocate) -> bool:
         """Answer a repeated call: the stored body, or along with the first when that is."""
         earlier = requests.replay(self.world, key, event.fingerprint)
-        if earlier is None:
+        if earlier is not None:
+            if earlier.body:
+                self.world.effect(Reply(event.token, earlier.body))
+            else:
+                tokens = (*self._tokens.get(earlier.lease, ()), event.token)
+                self.world.assign(self._tokens, earlier.lease, tokens)
+            return True
+        parked = self._parked.get(key)
+        if parked is None:
             return False
-        if earlier.body:
-            self.world.effect(Reply(event.token, earlier.body))
-        else:
-            self._tokens.setdefault(earlier.lease, []).append(event.token)
+        requests.same(key, parked.event.fingerprint, event.fingerprint)
+        self.world.assign(self._parked, key, replace(parked, tokens=(*parked.tokens, event.token)))
         return True
 
     def serve_parked(self, at: Instant) -> None:
         """See whether scans have made room for those who wait, first come first served."""
         held_back: set[str] = set()
-        for key, parked in list(self._parked.items()):
+        for key, parked in sorted(self._parked.items(), key=lambda one: one[1].number):
             event = parked.event
             if event.resource in held_back:
                 continue
-            choice = self._choose(event.resource, event.count, event.options)
-            short = event.count - len(choice.devices)
-            if short and len(self._passing(event)) >= short and at.boot < parked.deadline:
-                held_back.add(event.resource)
-                continue
-            self._unpark(key)
-            self.world.note(partial(self._parked.__setitem__, key, parked))
-            if short:
-                refusal = self._shortage(event.resource, event.count, event.options, choice)
+            try:
+                self._limits(event)
+                choice = self._choose(event.resource, event.count, event.options)
+                short = event.count - len(choice.devices)
+                if short and len(self._passing(event)) >= short and at.boot < parked.deadline:
+                    held_back.add(event.resource)
+                    continue
+                if short:
+                    raise self._shortage(event.resource, event.count, event.options, choice)
+            except Refusal as refusal:
+                self.world.discard(self._parked, key)
+                self.world.audit(
+                    AuditKind.REFUSED,
+                    at,
+                    f"Allocate of uid {key.uid} refused: {refusal.kind}: {printable(refusal.text)}",
+                    priority=5,
+                    reason=str(refusal.kind),
+                    actor=event.actor,
+                    request_id=event.request_id,
+                )
                 self.refuse(parked.tokens, refusal)
                 continue
+            self.world.discard(self._parked, key)
             self._prepare(replace(event, at=at), key, choice.devices, parked.tokens)
+        if self._parked:
+            self.world.alarm(min(one.deadline for one in self._parked.values()), "parked", "")
 
     def refuse(self, tokens: Iterable[Token], refusal: Refusal) -> None:
         """Answer all TOKENS with the same refusal."""
@@ -184,7 +195,7 @@ class Grants:
         for what, have, limit in (
             ("devices in one lease", event.count, limits.devices_per_lease),
             ("leases in all", len(world.leases) + 1, limits.leases),
-            (f"leases of uid {uid}", world.load[uid, "*"] + 1, limits.leases_per_uid),
+            (f"leases of uid {uid}", world.load_of_uid[uid] + 1, limits.leases_per_uid),
             (
                 f"leases of this client of uid {uid}",
                 world.load[uid, options.client] + 1,
@@ -195,14 +206,10 @@ class Grants:
                 world.held[uid, options.client] + event.count,
                 limits.devices_per_client,
             ),
-            (
-                f"request ids of uid {event.actor.uid} remembered for a day",
-                world.remembered[event.actor.uid] + 1,
-                limits.requests_per_uid,
-            ),
         ):
             if have > limit:
                 raise Refusal(ErrorKind.LIMIT_EXCEEDED, f"{have} {what} would be over the limit of {limit}")
+        requests.room(world, event.actor.uid)
 
     def _choose(self, resource: str, count: int, options: Options) -> Choice:
         world = self.world
@@ -271,7 +278,9 @@ class Grants:
             text += "; this host can't satisfy it as it is"
         return Explanation(verdict, text, (), choice.note, tuple(rows))
 
-    def _prepare(self, event: Allocate, key: RequestKey, chosen: tuple[str, ...], tokens: list[Token]) -> None:
+    def _prepare(
+        self, event: Allocate, key: RequestKey, chosen: tuple[str, ...], tokens: tuple[Token, ...]
+    ) -> None:
         """The row ``prepared``: the devices are taken, the effects begin."""
         world, options = self.world, event.options
         before = len(world.outcome.effects)
@@ -294,7 +303,7 @@ class Grants:
             request=event.request,
         )
         world.put_lease(lease)
-        world.put_request(RequestRecord(key, event.fingerprint, "", lease.id, boot=event.at.boot))
+        world.put_request(RequestRecord(key, event.fingerprint, "", lease.id, boot=event.at.boot, owner=uid))
         trigger = Trigger.GRANTED_CONFIRMED if options.confirm else Trigger.GRANTED
         for device_id in chosen:
             device = world.devices[device_id]
@@ -305,26 +314,26 @@ class Grants:
             world.move(
                 device, trigger, event.at, actor=event.actor, request_id=event.request_id, lease=lease.id
             )
-        self._tokens[lease.id] = tokens
-        self._news[lease.id] = world.outcome.effects[before:]
+        world.assign(self._tokens, lease.id, tokens)
+        world.assign(self._within, lease.id, options.confirm_within or world.settings.confirm_within)
+        world.assign(self._news, lease.id, world.outcome.effects[before:])
         del world.outcome.effects[before:]
         world.effect(PrepareAccess(lease, tuple(world.devices[one].record for one in chosen)))
 
-        def undo() -> None:
-            self._tokens.pop(lease.id, None)
-            self._news.pop(lease.id, None)
-
-        world.note(undo)
-
     def _bump(self, counted: str, count: int) -> None:
-        old = self.world.counts.get(counted, 0)
-        self.world.note(lambda: self.world.counts.__setitem__(counted, old))
-        self.world.counts[counted] = count
+        self.world.assign(self.world.counts, counted, count)
         self.world.outcome.changes.counts[counted] = count
 
-    def _tell(self, lease_id: str) -> None:
-        """Bus signals come after the row ``granted``: those of the preparation go out now."""
-        self.world.outcome.effects.extend(self._news.pop(lease_id, ()))
+    def _preparation_over(self, lease_id: str) -> tuple[Token, ...]:
+        """Bus signals come after the row ``granted``: those of the preparation go out now.
+        Returns who waits for the grant."""
+        world = self.world
+        world.outcome.effects.extend(self._news.get(lease_id, ()))
+        tokens = self._tokens.get(lease_id, ())
+        world.discard(self._news, lease_id)
+        world.discard(self._tokens, lease_id)
+        world.discard(self._within, lease_id)
+        return tokens
 
     def prepared(self, event: AccessPrepared) -> None:
         """The effects are in place: the row ``granted`` with the stored reply."""
@@ -333,12 +342,14 @@ class Grants:
         if lease is None or not lease.alive:
             world.effect(RevokeAccess(event.lease))
             return
+        if lease.granted:
+            return
         gone = [one for one in lease.devices if not self._has(one, lease)]
         if gone:
             self.failed(AccessFailed(event.at, lease.id, f"{gone[0]} went away meanwhile"))
             return
         ttl = lease.binding.ttl
-        within = self._confirm_within(lease)
+        within = self._within.get(lease.id, world.settings.confirm_within)
         deadline = (event.at.boot + ttl if ttl else 0) if lease.confirmed else event.at.boot + within
         manifest = dict(event.manifest)
         manifest["confirm-by"] = 0 if lease.confirmed else event.at.real + within
@@ -360,16 +371,12 @@ class Grants:
         )
         if deadline:
             world.alarm(deadline, "lease", lease.id)
-        self._tell(lease.id)
+        tokens = self._preparation_over(lease.id)
         world.effect(LeaseAdded(lease.id))
         if lease.binding:
             world.effect(WatchOwner(lease.id, lease.binding))
-        for token in self._tokens.pop(lease.id, ()):
+        for token in tokens:
             world.effect(Reply(token, body))
-
-    def _confirm_within(self, lease: Lease) -> int:
-        asked = lease.request.get("confirm-within", 0)
-        return int(asked) * 1_000_000 if asked else self.world.settings.confirm_within
 
     def _has(self, device_id: str, lease: Lease) -> bool:
         device = self.world.devices.get(device_id)
@@ -381,7 +388,7 @@ class Grants:
         """The effects could not be made: all is undone, nothing is remembered."""
         world = self.world
         lease = world.leases.get(event.lease)
-        if lease is None or not lease.alive:
+        if lease is None or not lease.alive or lease.granted:
             return
         refusal = Refusal(
             ErrorKind.STORE_FAILED if event.store else ErrorKind.UNAVAILABLE,
@@ -394,7 +401,7 @@ class Grants:
         """The lease, None for one that is over but remembered.  Raises Refusal."""
         lease = self.world.leases.get(lease_id)
         uid = lease.uid if lease is not None else self.world.remembered_leases.get(lease_id)
-        if uid is None:
+        if uid is None or (lease is not None and not lease.granted):
             raise Refusal(ErrorKind.NOT_FOUND, "no such lease; see the list of leases")
         if actor.uid not in (uid, 0):
             raise Refusal(ErrorKind.NOT_OWNER, f"the lease is uid {uid}'s; only that uid or root may do this")
@@ -453,12 +460,12 @@ class Grants:
             world.effect(Reply(event.token, earlier.body))
             return
         changed = lease is not None and lease.alive
+        if not changed:
+            requests.room(world, event.actor.uid)
         body = json.dumps({"changed": changed})
-        requests.remember(world, key, event.fingerprint, body, event.at, event.lease)
+        requests.remember(world, key, event.fingerprint, body, event.at, event.lease, ended=lease is None)
         if lease is not None and changed:
             self.end(lease, Trigger.RELEASE, event.at, actor=event.actor, request_id=event.request_id)
-        elif lease is None:
-            requests.spend(world, event.lease, event.at)
         world.effect(Reply(event.token, body))
 
     # -- the end ------------------------------------------------------------------------------------
@@ -471,7 +478,10 @@ class Grants:
     def deadline(self, lease_id: str, at: Instant) -> None:
         """The deadline of a lease may be over."""
         lease = self.world.leases.get(lease_id)
-        if lease is None or not lease.alive or not lease.deadline or lease.deadline > at.boot:
+        if lease is None or not lease.alive or not lease.deadline:
+            return
+        if lease.deadline > at.boot:
+            self.world.alarm(lease.deadline, "lease", lease_id)
             return
         self.end(lease, Trigger.TTL_OVER if lease.confirmed else Trigger.DEADLINE, at)
 
@@ -492,8 +502,7 @@ class Grants:
         result = _ENDING[trigger]
         fault = trigger in (Trigger.UNHEALTHY_KILL, Trigger.UNPLUGGED)
         kill = lease.on_end is OnEnd.KILL or fault
-        tokens = self._tokens.pop(lease.id, [])
-        self._tell(lease.id)
+        tokens = self._preparation_over(lease.id)
         lease = replace(lease, state=LeaseState.ENDING, result=result, ended=at, deadline=0)
         world.put_lease(lease)
         kind = AuditKind.EXPIRED if result is Result.EXPIRED else AuditKind.ENDED
@@ -511,11 +520,17 @@ class Grants:
         )
         if lease.granted:
             world.effect(LeaseChanged(lease.id))
+        else:
+            # a refusal is not remembered: the request id may be used again at once
+            world.drop_request(lease.key)
         world.effect(UnwatchOwner(lease.id))
         world.effect(RevokeAccess(lease.id))
         returned = []
         for device_id in lease.devices:
             device = world.devices.get(device_id)
+            owed = world.debts.get(device_id)
+            if owed is not None and owed.lease == lease.id:
+                continue
             if device is None or device.lease != lease.id or not in_hands(device):
                 returned.append(device_id)
                 continue
@@ -559,7 +574,7 @@ class Grants:
             world.put_lease(lease)
             return
         world.drop_lease(lease_id)
-        self.returns.forget_lease(lease_id)
+        self.returns.forget_lease(lease)
         for device_id in lease.devices:
             device = world.devices.get(device_id)
             if device_id not in world.debts and (device is None or not in_hands(device)):
@@ -567,8 +582,6 @@ class Grants:
         if lease.granted:
             requests.spend(world, lease_id, at)
             world.effect(LeaseRemoved(lease_id, str(lease.result)))
-        else:
-            world.drop_request(lease.key)
 
     def lost(self, lease: Lease, device_id: str, at: Instant) -> None:
         """A leased device went away: the lease is kept and flagged, or ends if it asked so."""

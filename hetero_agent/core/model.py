@@ -291,7 +291,7 @@ class RequestRecord:
     FINGERPRINT is a digest of the arguments.  BODY is the reply as JSON text ("" while the
     grant is being prepared).  LEASE is the lease it concerns ("" for none).  ENDED says that
     this lease has ended: the id is spent.  BOOT is the boot time of the answer, then of the
-    end; a day after it the record is forgotten.
+    end; a day after it the record is forgotten.  OWNER is the uid of the lease's owner.
     """
 
     key: RequestKey
@@ -300,6 +300,7 @@ class RequestRecord:
     lease: str = ""
     ended: bool = False
     boot: int = 0
+    owner: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +429,13 @@ class Cordon:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device as the governor knows it: the record, its state and what that rests on."""
+    """A device as the governor knows it: the record, its state and what that rests on.
+
+    APPEARED, LAST_OPEN and LAST_CLEAN are boot times: since when its nodes are as they are, when
+    somebody last opened one, and when the last scan that found nobody began.  SUSPECTED are the
+    holders outside any lease, OCCUPIED says that they were there twice.  HEALTH_BEFORE is what the
+    provider had said before it went.  COUNT is how often it was granted.
+    """
 
     record: DeviceRecord
     present: bool
@@ -447,6 +454,7 @@ class Device:
     suspected: tuple[Holder, ...] = ()
     occupied: bool = False
     provider_gone: bool = False
+    health_before: Health = Health.UNKNOWN
     holders: tuple[Holder, ...] = ()
     uninspected: bool = False
     count: int = 0

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from hetero_agent.core import requests
 from hetero_agent.core.effects import (
     DeviceAdded,
-    DeviceRemoved,
     ErrorKind,
     HealthChanged,
     Refusal,
@@ -37,13 +36,16 @@ from hetero_agent.core.world import World, in_hands
 from hetero_agent.text import printable
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _CordonWait:
-    """A Cordon or Uncordon that waits for the state directory."""
+    """A Cordon or Uncordon that waits for the state directory: PLACE is where the cordon goes,
+    OLD are the places of those that go."""
 
     event: SetCordon
     cordon: Cordon | None
-    key: RequestKey
+    place: str
+    old: tuple[str, ...]
+    tokens: tuple[Token, ...]
 
 
 class Presence:
@@ -53,12 +55,12 @@ class Presence:
         self.world = world
         self.grants = grants
         self.returns = returns
-        self._cordons: dict[Token, _CordonWait] = {}
-        self._unseen: set[str] = set()
+        self._cordons: dict[RequestKey, _CordonWait] = {}
+        self._unseen: dict[str, None] = {}
 
     def expect(self, device_id: str) -> None:
         """A device known only from the ledger: gone if its source's first word lacks it."""
-        self._unseen.add(device_id)
+        self.world.assign(self._unseen, device_id, None)
 
     # -- observations ------------------------------------------------------------------------------
     def observed(self, event: Observed) -> None:
@@ -74,7 +76,6 @@ class Presence:
                 reason=event.resync,
             )
         for record in event.records:
-            self._unseen.discard(record.id)
             self._record(record, event.at)
         for device_id in event.gone:
             device = world.devices.get(device_id)
@@ -84,16 +85,12 @@ class Presence:
             for device_id in sorted(self._unseen):
                 device = world.devices.get(device_id)
                 if device is not None and device.record.source == event.source:
-                    self._unseen.discard(device_id)
                     self._gone(device, event.at)
 
     def _record(self, record: DeviceRecord, at: Instant) -> None:
         world = self.world
         device = world.devices.get(record.id)
-        if device is None:
-            self._appear(record, at)
-            return
-        if device.record.source != record.source:
+        if device is not None and device.record.source not in ("", record.source):
             world.audit(
                 AuditKind.PROVIDER,
                 at,
@@ -102,39 +99,72 @@ class Presence:
                 device=device.record,
             )
             return
+        fresh = self._replaced(device, record, at) if device is not None else True
+        device = world.devices.get(record.id)
+        if device is None:
+            self._appear(record, at)
+            return
         old = device.record
-        if record.serial and old.serial and record.serial != old.serial:
-            world.audit(
-                AuditKind.REPLACED,
-                at,
-                f"{record.id}: another device is in this place, serial {printable(record.serial, 64)} "
-                f"after {printable(old.serial, 64)}",
-                priority=5,
-                device=record,
-            )
-        changed_nodes = record.own_nodes != old.own_nodes
+        if not record.serial and not fresh:
+            # it can be read only while a driver is bound; the device is still that one
+            record = replace(record, serial=old.serial)
+        first = fresh or device.provider_gone or record.id in self._unseen
+        said = (record.health, record.health_reason)
+        news = None
+        if (first or said != (old.health, old.health_reason)) and said != (device.health, device.health_reason):
+            news = HealthSeen(at, record.source, record.id, *said)
+        world.discard(self._unseen, record.id)
         world.put_device(replace(device, record=record, present=True))
         device = world.devices[record.id]
-        key = world.key(record)
         device = replace(
             device,
-            cordon=world.cordon_of(record),
-            count=world.counts.get(key, device.count),
+            cordon=self._cordon(record),
+            count=world.counts.get(world.key(record), 0 if fresh else device.count),
             provider_gone=False,
         )
-        if changed_nodes:
+        if record.own_nodes != old.own_nodes:
             world.effect(WatchNodes(record.id, record))
-            if record.own_nodes:
-                # a node under a new number: nobody has looked at it yet
-                device = replace(device, scanned=False, appeared=at.boot, last_open=at.boot)
-                world.effect(RequestScan((record.id,)))
+            # a node under a new number: nobody has looked at it yet
+            device = replace(device, scanned=False, appeared=at.boot, last_open=at.boot)
+            world.effect(RequestScan((record.id,)))
         if in_hands(device):
             world.put_device(device)
             self._leased_record(device, old, at)
+            if news is not None:
+                self.health(news)
         else:
+            if news is not None:
+                device = self._heard(device, news)
             world.move(device, Trigger.OBSERVED, at)
-        if (record.health, record.health_reason) != (old.health, old.health_reason):
-            self.health(HealthSeen(at, record.source, record.id, record.health, record.health_reason))
+
+    def _replaced(self, device: Device, record: DeviceRecord, at: Instant) -> bool:
+        """If there is another device in the place now, the one before is gone."""
+        old = device.record.serial
+        if not old or not record.serial or old == record.serial:
+            return False
+        self.world.audit(
+            AuditKind.REPLACED,
+            at,
+            f"{record.id}: another device is in this place, serial {printable(record.serial, 64)} "
+            f"after {printable(old, 64)}",
+            priority=5,
+            device=record,
+        )
+        self._gone(device, at, "replaced")
+        return True
+
+    def _cordon(self, record: DeviceRecord) -> Cordon | None:
+        """The cordon of a device; one of its place follows the serial as soon as it has one."""
+        world = self.world
+        cordon = world.cordon_of(record)
+        serial = world.serial(record)
+        if cordon is not None and not cordon.serial and serial:
+            place, cordon = cordon.device, replace(cordon, serial=serial)
+            world.put_cordon(place, None)
+            world.put_cordon(f"serial:{serial}", cordon)
+            world.effect(StoreCordon(-1, f"serial:{serial}", cordon))
+            world.effect(StoreCordon(-1, place, None))
+        return cordon
 
     def _leased_record(self, device: Device, old: DeviceRecord, at: Instant) -> None:
         """News of a device that a lease has: it may be lost by it, or be back."""
@@ -150,7 +180,10 @@ class Presence:
             if lease is not None:
                 self.grants.lost(lease, device.id, at)
         elif (
-            device.record.own_nodes != old.own_nodes and device.state is State.ALLOCATING and lease is not None
+            device.record.own_nodes != old.own_nodes
+            and old.source
+            and device.state is State.ALLOCATING
+            and lease is not None
         ):
             self.grants.end(
                 lease, Trigger.EFFECT_FAILED, at, cause=device.id, reason=f"nodes of {device.id} changed"
@@ -170,7 +203,7 @@ class Presence:
             appeared=at.boot,
         )
         world.put_device(device)
-        device = replace(device, cordon=world.cordon_of(record), count=world.counts.get(world.key(record), 0))
+        device = replace(device, cordon=self._cordon(record), count=world.counts.get(world.key(record), 0))
         world.audit(
             AuditKind.APPEARED,
             at,
@@ -180,64 +213,42 @@ class Presence:
         )
         world.effect(DeviceAdded(record.id))
         world.effect(WatchNodes(record.id, record))
-        if record.own_nodes:
-            world.effect(RequestScan((record.id,)))
+        world.effect(RequestScan((record.id,)))
         world.move(device, Trigger.OBSERVED, at)
 
-    def _gone(self, device: Device, at: Instant) -> None:
+    def _gone(self, device: Device, at: Instant, reason: str = "unplugged") -> None:
         world = self.world
+        world.discard(self._unseen, device.id)
         device = replace(device, present=False)
         if in_hands(device):
             if device.state is not State.LOST:
                 lease = world.leases.get(device.lease)
-                world.move(device, Trigger.UNPLUGGED, at, reason="unplugged")
+                world.move(device, Trigger.UNPLUGGED, at, reason=reason)
                 if lease is not None:
                     self.grants.lost(lease, device.id, at)
             else:
                 world.put_device(device)
-        else:
-            debt = world.debts.get(device.id)
-            world.drop_debt(device.id)
-            world.move(device, Trigger.UNPLUGGED, at)
-            if debt is not None and debt.lease:
-                self.grants.returned(debt.lease, (device.id,), at)
-        if device.id not in world.devices:
-            self.removed(device, at)
-
-    def removed(self, device: Device, at: Instant) -> None:
-        """A device is gone from the table: say so and stop watching it."""
-        self.world.audit(AuditKind.GONE, at, f"{device.id} is gone", device=device.record)
-        self.world.effect(WatchNodes(device.id, None))
-        self.world.effect(DeviceRemoved(device.id))
+            return
+        debt = world.debts.get(device.id)
+        world.drop_debt(device.id)
+        self.returns.forget_device(device.id)
+        world.move(device, Trigger.UNPLUGGED, at)
+        if debt is not None and debt.lease:
+            self.grants.returned(debt.lease, (device.id,), at)
 
     # -- health ----------------------------------------------------------------------------------------
     def health(self, event: HealthSeen) -> None:
-        """A confirmed statement about a device and, if it is a whole card, its units."""
-        device = self.world.devices.get(event.device)
+        """A confirmed statement about a device."""
+        world = self.world
+        device = world.devices.get(event.device)
         if device is None or device.record.source != event.source:
             return
-        if (device.health, device.health_reason) == (event.health, event.reason):
+        if (device.health, device.health_reason) == (event.health, printable(event.reason)):
             return
-        world = self.world
-        was, now = device.health, event.health
-        device = replace(device, health=now, health_reason=printable(event.reason))
-        bad = now is Health.UNHEALTHY
+        device = self._heard(device, event)
+        bad = device.health is Health.UNHEALTHY
         trigger = Trigger.UNHEALTHY if bad else Trigger.HEALTHY
         lease = world.leases.get(device.lease) if in_hands(device) else None
-        if was is not now:
-            world.audit(
-                AuditKind.HEALTH,
-                event.at,
-                f"{device.id} is {now} (was {was}){': ' + event.reason if event.reason else ''}",
-                priority=3 if bad else 5,
-                device=device.record,
-                lease=device.lease,
-                trigger=trigger,
-                reason=event.reason,
-                extra={f"EVIDENCE_{key}": value for key, value in event.evidence.items()},
-            )
-        if bad or (was is Health.UNHEALTHY and now is Health.HEALTHY):
-            world.effect(HealthChanged(device.id, str(now), event.reason, device.lease, event.evidence))
         if lease is None:
             world.move(device, trigger, event.at)
             return
@@ -250,6 +261,27 @@ class Presence:
         if found is not None and found.to is State.RECLAIMING:
             why = f"{device.id} is unhealthy: {event.reason}"
             self.grants.end(lease, trigger, event.at, cause=device.id, reason=why)
+
+    def _heard(self, device: Device, event: HealthSeen) -> Device:
+        """Tell what is new about the health of a device; returns it with that."""
+        world = self.world
+        was, now = device.health, event.health
+        bad = now is Health.UNHEALTHY
+        if was is not now:
+            world.audit(
+                AuditKind.HEALTH,
+                event.at,
+                f"{device.id} is {now} (was {was}){': ' + event.reason if event.reason else ''}",
+                priority=3 if bad else 5,
+                device=device.record,
+                lease=device.lease,
+                trigger=Trigger.UNHEALTHY if bad else Trigger.HEALTHY,
+                reason=event.reason,
+                extra={f"EVIDENCE_{key}": value for key, value in event.evidence.items()},
+            )
+        if bad or (was is Health.UNHEALTHY and now is Health.HEALTHY):
+            world.effect(HealthChanged(device.id, str(now), event.reason, device.lease, event.evidence))
+        return replace(device, health=now, health_reason=printable(event.reason))
 
     # -- providers --------------------------------------------------------------------------------------
     def provider_gone(self, event: ProviderGone) -> None:
@@ -266,8 +298,12 @@ class Presence:
         for known in list(world.devices.values()):
             if known.record.source != event.name or known.provider_gone is not event.back:
                 continue
-            health = known.record.health if event.back else Health.UNKNOWN
-            device = replace(known, provider_gone=not event.back, health=health)
+            device = replace(
+                known,
+                provider_gone=not event.back,
+                health=known.health_before if event.back else Health.UNKNOWN,
+                health_before=known.health,
+            )
             if in_hands(device):
                 world.put_device(device)
             else:
@@ -283,39 +319,44 @@ class Presence:
         if earlier is not None:
             world.effect(Reply(event.token, earlier.body))
             return
+        waiting = self._cordons.get(key)
+        if waiting is not None:
+            requests.same(key, waiting.event.fingerprint, event.fingerprint)
+            world.assign(self._cordons, key, replace(waiting, tokens=(*waiting.tokens, event.token)))
+            return
+        requests.room(world, event.actor.uid)
         device = world.devices.get(event.device)
         if device is None:
             raise Refusal(ErrorKind.NOT_FOUND, f"no device {printable(event.device)}; see the list of devices")
-        cordon = None
+        old = world.cordons_of(device.record)
+        cordon, place = None, old[0] if old else world.key(device.record)
         if event.reason is not None:
-            cordon = Cordon(device.id, device.record.serial, event.reason, event.actor.uid, event.at.real)
-        self._cordons[event.token] = _CordonWait(event, cordon, key)
-        world.note(lambda: self._forget(event.token))
-        old = device.cordon
-        if cordon is None and old is not None and old.device != device.id:
-            world.effect(StoreCordon(-1, old.device, None))
-        world.effect(StoreCordon(event.token, device.id, cordon))
-
-    def _forget(self, token: Token) -> None:
-        self._cordons.pop(token, None)
+            serial = world.serial(device.record)
+            cordon = Cordon(device.id, serial, event.reason, event.actor.uid, event.at.real)
+            place = f"serial:{serial}" if serial else device.id
+        world.assign(self._cordons, key, _CordonWait(event, cordon, place, tuple(old), (event.token,)))
+        world.effect(StoreCordon(event.token, place, cordon))
 
     def cordon_stored(self, event: CordonStored) -> None:
         """The state directory answered: only now the cordon holds."""
-        wait = self._cordons.pop(event.token, None)
-        if wait is None:
+        key = next((one for one, wait in self._cordons.items() if wait.event.token == event.token), None)
+        if key is None:
             return
         world = self.world
+        wait = self._cordons[key]
+        world.discard(self._cordons, key)
         call = wait.event
         if event.error:
-            world.effect(
-                Refuse(
-                    event.token,
-                    ErrorKind.STORE_FAILED,
-                    f"the cordon could not be stored ({printable(event.error)}); nothing was changed",
-                )
-            )
+            text = f"the cordon could not be stored ({printable(event.error)}); nothing was changed"
+            for token in wait.tokens:
+                world.effect(Refuse(token, ErrorKind.STORE_FAILED, text))
             return
-        self.place_cordon(call.device, wait.cordon)
+        for one in wait.old:
+            world.put_cordon(one, None)
+            if one != wait.place:
+                world.effect(StoreCordon(-1, one, None))
+        if wait.cordon is not None:
+            world.put_cordon(wait.place, wait.cordon)
         device = world.devices.get(call.device)
         word = "uncordoned" if wait.cordon is None else f"cordoned: {printable(call.reason or '')}"
         world.audit(
@@ -333,31 +374,11 @@ class Presence:
             cordon = world.cordon_of(known.record)
             if cordon == known.cordon:
                 continue
-            one = replace(known, cordon=cordon)
-            if in_hands(one):
-                world.put_device(one)
+            changed = replace(known, cordon=cordon)
+            if in_hands(changed):
+                world.put_device(changed)
             else:
-                world.move(one, trigger, event.at, actor=call.actor, request_id=call.request_id)
-        requests.remember(world, wait.key, call.fingerprint, "{}", event.at)
-        world.effect(Reply(event.token, "{}"))
-
-    def place_cordon(self, device_id: str, cordon: Cordon | None) -> None:
-        """Put a cordon into the table, by place and by serial, or take it out."""
-        table = self.world.cordons
-        before = dict(table)
-
-        def undo() -> None:
-            table.clear()
-            table.update(before)
-
-        self.world.note(undo)
-        device = self.world.devices.get(device_id)
-        old = device.cordon if device else table.get(device_id)
-        for one in (old, table.get(device_id)):
-            if one is not None:
-                table.pop(one.device, None)
-                table.pop(f"serial:{one.serial}", None)
-        if cordon is not None:
-            table[cordon.device] = cordon
-            if cordon.serial:
-                table[f"serial:{cordon.serial}"] = cordon
+                world.move(changed, trigger, event.at, actor=call.actor, request_id=call.request_id)
+        requests.remember(world, key, call.fingerprint, "{}", event.at)
+        for token in wait.tokens:
+            world.effect(Reply(token, "{}"))

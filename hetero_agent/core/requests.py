@@ -14,6 +14,9 @@ MEMORY = 24 * 3600 * 1_000_000
 #: Confirm ids remembered per lease; a later retry of an older one only binds again.
 CONFIRMS = 64
 
+#: Purges are done at whole minutes, so that a busy day does not have one for each lease.
+_GRID = 60_000_000
+
 #: Methods whose id is spent when the lease they concern has ended.
 _SPENT_WITH_LEASE = frozenset({"Allocate", "Confirm"})
 
@@ -33,36 +36,71 @@ def replay(world: World, key: RequestKey, fingerprint: str) -> RequestRecord | N
                 ErrorKind.REQUEST_SPENT,
                 f"the lease of request id {key.request_id} has ended; use a new request id",
             )
-    if record.fingerprint != fingerprint:
+    same(key, record.fingerprint, fingerprint)
+    return record
+
+
+def same(key: RequestKey, before: str, now: str) -> None:
+    """Raises Refusal if two calls with one id have not the same arguments."""
+    if before != now:
         raise Refusal(
             ErrorKind.REQUEST_CONFLICT,
             f"request id {key.request_id} was used with other arguments; use a new request id",
         )
-    return record
 
 
-def remember(world: World, key: RequestKey, fingerprint: str, body: str, at: Instant, lease: str = "") -> None:
-    """Store the answer to a call, so that a retry gets the same."""
-    world.put_request(RequestRecord(key, fingerprint, body, lease, boot=at.boot))
+def remember(
+    world: World,
+    key: RequestKey,
+    fingerprint: str,
+    body: str,
+    at: Instant,
+    lease: str = "",
+    *,
+    ended: bool = False,
+) -> None:
+    """Store the answer to a call, so that a retry gets the same.  ENDED: LEASE is over already."""
+    world.put_request(RequestRecord(key, fingerprint, body, lease, ended, boot=at.boot))
     if key.method == "Confirm":
-        confirms = sorted(
-            (world.requests[one].boot, one) for one in world.by_lease[lease] if one.method == "Confirm"
-        )
-        for _, old in confirms[:-CONFIRMS]:
+        confirms = [one for one in world.by_lease[lease] if one.method == "Confirm" and one != key]
+        confirms.sort(key=lambda one: (world.requests[one].boot, str(one)))
+        for old in confirms[: len(confirms) + 1 - CONFIRMS]:
             world.drop_request(old)
-    if not lease:
-        world.alarm(at.boot + MEMORY, "purge", "")
+    if ended or not lease:
+        purge_at(world, at.boot + MEMORY)
+
+
+def room(world: World, uid: int) -> None:
+    """Raises Refusal if no more request ids of UID can be remembered."""
+    have, limit = world.remembered[uid], world.settings.requests_per_uid
+    if have >= limit:
+        raise Refusal(
+            ErrorKind.LIMIT_EXCEEDED,
+            f"{have} request ids of uid {uid} are remembered for a day, the most allowed",
+        )
 
 
 def spend(world: World, lease_id: str, at: Instant) -> None:
     """The lease is over: its ids stay remembered, for a day from now, as spent."""
     for key in sorted(world.by_lease.get(lease_id, ()), key=str):
         world.put_request(replace(world.requests[key], ended=True, boot=at.boot))
-    world.alarm(at.boot + MEMORY, "purge", "")
+    purge_at(world, at.boot + MEMORY)
+
+
+def purge_at(world: World, boot: int) -> None:
+    """Have a purge at the first whole minute from BOOT on."""
+    world.alarm(-(-boot // _GRID) * _GRID, "purge", "")
 
 
 def purge(world: World, at: Instant) -> None:
     """Forget what is older than a day and belongs to no live lease."""
+    oldest = None
     for key, record in list(world.requests.items()):
-        if record.boot + MEMORY <= at.boot and record.lease not in world.leases:
+        if record.lease in world.leases:
+            continue
+        if record.boot + MEMORY <= at.boot:
             world.drop_request(key)
+        elif oldest is None or record.boot < oldest:
+            oldest = record.boot
+    if oldest is not None:
+        purge_at(world, oldest + MEMORY)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from hetero_agent.core import requests
 from hetero_agent.core.effects import (
@@ -45,14 +46,14 @@ _DIRTY_AGAIN = 200_000
 _INTRUDER_AGAIN = 2_000_000
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _ReapWait:
     """A Reap that waits for what became of its signals."""
 
-    token: Token
-    key: RequestKey
+    device: str
     fingerprint: str
-    left: set[ProcessRef] = field(default_factory=set)
+    tokens: tuple[Token, ...]
+    left: frozenset[ProcessRef]
     sent: int = 0
 
 
@@ -61,10 +62,12 @@ class Returns:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._known: dict[str, set[ProcessRef]] = {}
-        self._alerted: set[tuple[str, str, ProcessRef]] = set()
-        self._signalled: dict[tuple[str, ProcessRef], tuple[int, str]] = {}
-        self._reaps: list[tuple[str, _ReapWait]] = []
+        #: By (lease, device): its holders of the lease's, and the strangers, of the last scan.
+        self._known: dict[tuple[str, str], frozenset[ProcessRef]] = {}
+        self._strangers: dict[tuple[str, str], frozenset[ProcessRef]] = {}
+        #: By device: which holders were signalled, when and how.
+        self._signals: dict[str, Mapping[ProcessRef, tuple[int, str]]] = {}
+        self._reaps: dict[RequestKey, _ReapWait] = {}
 
     # -- owing ---------------------------------------------------------------------------------
     def owe(
@@ -105,10 +108,19 @@ class Returns:
         world.effect(RequestScan((device.id,)))
         self._look_again(device.id, at.boot + _OWED_AGAIN)
 
-    def forget_lease(self, lease_id: str) -> None:
+    def forget_lease(self, lease: Lease) -> None:
         """The lease is over: its processes need not be known any more."""
-        self._known.pop(lease_id, None)
-        self._alerted = {entry for entry in self._alerted if entry[1] != lease_id}
+        for device_id in lease.devices:
+            self.world.discard(self._known, (lease.id, device_id))
+            self.world.discard(self._strangers, (lease.id, device_id))
+
+    def forget_device(self, device_id: str) -> None:
+        """Nobody holds the device any more: what was done to end its holders is of no account."""
+        self.world.discard(self._signals, device_id)
+
+    def _kin(self, lease: Lease) -> frozenset[ProcessRef]:
+        """The processes that were seen to be the lease's, on any of its devices."""
+        return frozenset[ProcessRef]().union(*(self._known.get((lease.id, one), ()) for one in lease.devices))
 
     def nodes_of(self, device: Device) -> tuple[Node, ...]:
         """The nodes that a scan looks for: those of the record, else those last owed."""
@@ -144,7 +156,7 @@ class Returns:
         proven = []
         for device_id, scan in event.devices.items():
             device = self.world.devices.get(device_id)
-            if device is None:
+            if device is None or event.started < device.last_clean:
                 continue
             if event.failed:
                 self._not_scanned(device, event)
@@ -182,12 +194,12 @@ class Returns:
         if not sharers:
             return found
         leases = [
-            self.world.leases[one.lease] for one in sharers if in_hands(one) and one.lease in self.world.leases
+            (self.world.leases[one.lease], self._kin(self.world.leases[one.lease]))
+            for one in sharers
+            if in_hands(one) and one.lease in self.world.leases
         ]
         found = tuple(
-            holder
-            for holder in found
-            if not any(belongs(holder, lease, self._known.get(lease.id, ())) for lease in leases)
+            holder for holder in found if not any(belongs(holder, lease, kin) for lease, kin in leases)
         )
         mine = self.world.debts.get(device.id)
         last = max(
@@ -234,8 +246,11 @@ class Returns:
         debt = world.debts[device.id]
         holders = self._outsiders(device, scan)
         incomplete = self._incomplete(device, scan)
-        if event.started <= max(debt.since, device.last_open) and not holders:
+        if event.started <= debt.since and not holders:
             world.effect(RequestScan((device.id,)))
+            return None
+        if event.started <= device.last_open and not holders:
+            self._look_again(device.id, event.at.boot + _DIRTY_AGAIN)
             return None
         if holders or incomplete:
             if incomplete != debt.incomplete:
@@ -246,31 +261,35 @@ class Returns:
             self._look_again(device.id, event.at.boot + _OWED_AGAIN)
             return None
         world.drop_debt(device.id)
-        for entry in [entry for entry in self._signalled if entry[0] == device.id]:
-            del self._signalled[entry]
+        self.forget_device(device.id)
         device = replace(device, scanned=True, last_clean=event.started, holders=(), uninspected=False)
         world.move(device, Trigger.RETURN_PROVEN, event.at, lease="")
         return debt.lease
 
     def _check_free(self, device: Device, scan: DeviceScan, event: Scanned) -> None:
         world = self.world
-        if event.started < device.appeared:
+        if event.started <= device.appeared:
             world.effect(RequestScan((device.id,)))
             return
         holders = self._outsiders(device, scan)
         incomplete = self._incomplete(device, scan)
-        device = replace(device, uninspected=incomplete)
-        if incomplete and not holders:
-            world.move(device, Trigger.SCANNED, event.at)
-            self._look_again(device.id, event.at.boot + _OWED_AGAIN)
+        if not holders and (incomplete or event.started <= device.last_open):
+            # nothing is proven: neither that somebody has it nor that nobody has
+            world.move(replace(device, uninspected=incomplete), Trigger.SCANNED, event.at)
+            self._look_again(device.id, event.at.boot + (_OWED_AGAIN if incomplete else _DIRTY_AGAIN))
             return
         if not holders:
             device = replace(
-                device, scanned=True, last_clean=event.started, holders=(), suspected=(), occupied=False
+                device,
+                scanned=True,
+                last_clean=event.started,
+                holders=(),
+                suspected=(),
+                occupied=False,
+                uninspected=False,
             )
+            self.forget_device(device.id)
             world.move(device, Trigger.SCANNED, event.at)
-            if device.dirty:
-                self._look_again(device.id, event.at.boot + _DIRTY_AGAIN)
             return
         first = {holder.ref: holder.since for holder in device.suspected}
         suspected = tuple(replace(one, since=first.get(one.ref, event.at.boot)) for one in holders)
@@ -278,15 +297,17 @@ class Returns:
         newly = not device.occupied and since + world.settings.occupied_after <= event.at.boot
         device = replace(
             device,
-            scanned=True,
-            holders=holders,
+            scanned=device.scanned or newly,
+            holders=suspected,
             suspected=suspected,
             occupied=device.occupied or newly,
+            uninspected=incomplete,
         )
         world.move(device, Trigger.SCANNED, event.at)
         if newly:
             self._tell_orphans(device, event.at)
         if device.occupied:
+            self._end_orphans(device, event.at)
             self._look_again(device.id, event.at.boot + _OCCUPIED_AGAIN)
         else:
             self._look_again(device.id, since + world.settings.occupied_after)
@@ -303,32 +324,30 @@ class Returns:
             reason=names,
         )
         world.effect(OrphanFound(device.id, len(device.holders)))
-        if world.settings.orphans_kill:
-            for holder in device.holders:
-                if 0 not in holder.uids and not may_reap(holder, None):
-                    world.effect(Terminate(device.id, "", holder, "TERM", holder.uids[0]))
 
     def _check_intruders(self, device: Device, scan: DeviceScan, at: Instant) -> None:
         world = self.world
         lease = world.leases.get(device.lease)
         if lease is None or device.state is State.LOST:
             return
-        known = self._known.setdefault(lease.id, set())
-        strangers = []
+        kin = self._kin(lease)
+        own, strangers = set(), []
         for holder in scan.holders:
-            if belongs(holder, lease, known):
-                known.add(holder.ref)
+            if belongs(holder, lease, kin):
+                own.add(holder.ref)
             elif not is_system(holder, world.settings.system_holders):
                 strangers.append(holder)
+        entry = (lease.id, device.id)
+        told = self._strangers.get(entry, frozenset())
+        world.assign(self._known, entry, frozenset(own))
+        world.assign(self._strangers, entry, frozenset(holder.ref for holder in strangers))
         since = {holder.ref: holder.since for holder in device.holders}
         holders = tuple(replace(one, since=since.get(one.ref, one.since)) for one in scan.holders)
         if [one.ref for one in holders] != [one.ref for one in device.holders]:
             world.put_device(replace(device, holders=holders))
         for holder in strangers:
-            entry = (device.id, lease.id, holder.ref)
-            if entry in self._alerted:
+            if holder.ref in told:
                 continue
-            self._alerted.add(entry)
             world.audit(
                 AuditKind.INTRUDER,
                 at,
@@ -347,35 +366,53 @@ class Returns:
 
     # -- ending processes ----------------------------------------------------------------------------
     def _end_holders(self, device: Device, debt: Debt, holders: tuple[Holder, ...], at: Instant) -> None:
-        """One step for each holder that may be ended: TERM, later KILL, then no more."""
+        """One step for each holder that may be ended."""
         lease = self.world.leases.get(debt.lease)
-        known = self._known.get(debt.lease, ())
+        kin = self._kin(lease) if lease is not None else frozenset()
         for holder in holders:
             if holder.ref in debt.targets:
                 refused, uid = may_reap(holder, debt.uid if debt.lease else None), None
             elif debt.on_end is OnEnd.KILL:
-                kin = lease is not None and belongs(holder, lease, known)
-                refused = may_signal(holder, debt.uid, kin)
+                own = lease is not None and belongs(holder, lease, kin)
+                refused = may_signal(holder, debt.uid, own)
                 uid = debt.uid if debt.uid > 0 else None
             else:
                 continue
-            entry = (device.id, holder.ref)
-            since, last = self._signalled.get(entry, (0, ""))
-            if refused:
-                if last != "refused":
-                    self._signalled[entry] = (at.boot, "refused")
-                    self._audit_signal(device, holder, at, f"not ended: {refused}")
-                continue
-            if not last:
-                step = "TERM"
-            elif last == "TERM" and since + self.world.settings.kill_after <= at.boot:
-                step = "KILL"
-            else:
-                continue
-            self._signalled[entry] = (at.boot, step)
-            self.world.effect(Terminate(device.id, debt.lease, holder, step, uid))
-            if step == "TERM":
-                self._look_again(device.id, at.boot + self.world.settings.kill_after)
+            self._step(device, debt.lease, holder, refused, uid, at)
+
+    def _end_orphans(self, device: Device, at: Instant) -> None:
+        """If the configuration says so, end those that hold a device outside any lease."""
+        if self.world.settings.orphans_kill:
+            for holder in device.holders:
+                refused = may_signal(holder, holder.uids[0], own_kin=False)
+                self._step(device, "", holder, refused, holder.uids[0], at)
+
+    def _step(
+        self, device: Device, lease: str, holder: Holder, refused: str, uid: int | None, at: Instant
+    ) -> None:
+        """TERM, later KILL, then no more; or say once why not."""
+        since, last = self._signals.get(device.id, {}).get(holder.ref, (0, ""))
+        if refused:
+            if last != "refused":
+                self._note_signal(device.id, holder.ref, at, "refused")
+                self._audit_signal(device, holder, at, f"not ended: {refused}")
+            return
+        if last in ("", "refused"):
+            step = "TERM"
+            self._look_again(device.id, at.boot + self.world.settings.kill_after)
+        elif last == "TERM" and since + self.world.settings.kill_after <= at.boot:
+            step = "KILL"
+        else:
+            return
+        self._note_signal(device.id, holder.ref, at, step)
+        self.world.effect(Terminate(device.id, lease, holder, step, uid))
+
+    def _note_signal(self, device_id: str, ref: ProcessRef, at: Instant, step: str) -> None:
+        device = self.world.devices[device_id]
+        here = {holder.ref for holder in device.holders}
+        before = self._signals.get(device_id, {})
+        kept = {one: was for one, was in before.items() if one in here}
+        self.world.assign(self._signals, device_id, {**kept, ref: (at.boot, step)})
 
     def _audit_signal(self, device: Device, holder: Holder, at: Instant, what: str) -> None:
         self.world.audit(
@@ -399,15 +436,19 @@ class Returns:
             )
             done = f"got SIG{event.signal}" if event.sent else f"was not signalled: {event.reason}"
             self._audit_signal(device, holder, event.at, done)
-        for device_id, wait in list(self._reaps):
-            if device_id == event.device and event.holder in wait.left:
-                wait.left.discard(event.holder)
-                wait.sent += event.sent
-                if not wait.left:
-                    self._reaps.remove((device_id, wait))
-                    body = json.dumps({"ended": wait.sent})
-                    requests.remember(self.world, wait.key, wait.fingerprint, body, event.at)
-                    self.world.effect(Reply(wait.token, body))
+        for key, wait in list(self._reaps.items()):
+            if wait.device != event.device or event.holder not in wait.left:
+                continue
+            left = wait.left - {event.holder}
+            wait = replace(wait, left=left, sent=wait.sent + event.sent)  # noqa: PLW2901
+            if left:
+                self.world.assign(self._reaps, key, wait)
+                continue
+            self.world.discard(self._reaps, key)
+            body = json.dumps({"ended": wait.sent})
+            requests.remember(self.world, key, wait.fingerprint, body, event.at)
+            for token in wait.tokens:
+                self.world.effect(Reply(token, body))
 
     def reap(self, event: Reap) -> None:
         """End the named holders of a device that is owed or occupied.  Raises Refusal."""
@@ -417,6 +458,12 @@ class Returns:
         if earlier is not None:
             world.effect(Reply(event.token, earlier.body))
             return
+        waiting = self._reaps.get(key)
+        if waiting is not None:
+            requests.same(key, waiting.fingerprint, event.fingerprint)
+            world.assign(self._reaps, key, replace(waiting, tokens=(*waiting.tokens, event.token)))
+            return
+        requests.room(world, event.actor.uid)
         device = world.devices.get(event.device)
         if device is None:
             raise Refusal(ErrorKind.NOT_FOUND, f"no device {printable(event.device)}; see the list of devices")
@@ -440,9 +487,8 @@ class Returns:
             refused = may_reap(here[target], lease_uid)
             if refused:
                 raise Refusal(ErrorKind.NOT_AUTHORIZED, f"{refused}; nothing was ended")
-        wait = _ReapWait(event.token, key, event.fingerprint, set(event.targets))
-        self._reaps.append((device.id, wait))
-        world.note(lambda: self._reaps.remove((device.id, wait)))
+        wait = _ReapWait(device.id, event.fingerprint, (event.token,), frozenset(event.targets))
+        world.assign(self._reaps, key, wait)
         if debt is None:
             self.owe(device, None, Trigger.REAP, event.at, actor=event.actor, request_id=event.request_id)
         else:
@@ -457,9 +503,9 @@ class Returns:
                 request_id=event.request_id,
             )
         debt = world.debts[device.id]
-        world.put_debt(replace(debt, targets=tuple({*debt.targets, *event.targets})))
-        for target in event.targets:
-            self._signalled[device.id, target] = (event.at.boot, "TERM")
+        world.put_debt(replace(debt, targets=tuple(dict.fromkeys((*debt.targets, *event.targets)))))
+        for target in dict.fromkeys(event.targets):
+            self._note_signal(device.id, target, event.at, "TERM")
             world.effect(Terminate(device.id, debt.lease, here[target], "TERM", None))
         self._look_again(device.id, event.at.boot + world.settings.kill_after)
 
@@ -469,7 +515,10 @@ class Returns:
         world = self.world
         debt = world.debts.get(device_id)
         device = world.devices.get(device_id)
-        if debt is None or device is None or debt.overdue or debt.deadline > at.boot:
+        if debt is None or device is None or debt.overdue:
+            return
+        if debt.deadline > at.boot:
+            world.alarm(debt.deadline, "debt", device_id)
             return
         world.put_debt(replace(debt, overdue=True))
         names = ", ".join(_name(holder) for holder in device.holders[:8]) or "nobody that could be seen"

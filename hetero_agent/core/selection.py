@@ -81,10 +81,10 @@ def mismatch(device: Device, require: Mapping[str, Attribute]) -> str:
             has = record.attributes.get(name)
         if has is None:
             return f"has no attribute {name}"
-        if isinstance(wanted, int) and isinstance(has, int) and not isinstance(has, bool):
-            short = has < wanted if not isinstance(wanted, bool) else True
+        if type(wanted) is int and type(has) is int:
+            short = has < wanted
         else:
-            short = has != wanted
+            short = type(has) is not type(wanted) or has != wanted
         if short:
             return f"{name} is {has}"
     return ""

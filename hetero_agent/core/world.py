@@ -11,8 +11,16 @@ import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from hetero_agent.core.effects import DeviceChanged, Effect, Outcome, StateChanged
+from hetero_agent.core.effects import (
+    DeviceChanged,
+    DeviceRemoved,
+    Effect,
+    Outcome,
+    StateChanged,
+    WatchNodes,
+)
 from hetero_agent.core.lifecycle import Facts, To, Trigger, row, settle
 from hetero_agent.core.model import (
     AGENT,
@@ -35,8 +43,12 @@ from hetero_agent.core.model import (
 from hetero_agent.core.selection import Key, Pool, key_of
 from hetero_agent.text import printable
 
-#: Transitions kept per device for GetHistory.
+K = TypeVar("K")
+V = TypeVar("V")
+
+#: Transitions kept per device for GetHistory, and for how many devices, gone ones included.
 HISTORY = 20
+HISTORIES = 8192
 
 #: States that keep a device's relatives from being granted.
 _BUSY = frozenset({State.ALLOCATING, State.IN_USE, State.RECLAIMING, State.OCCUPIED, State.LOST})
@@ -82,20 +94,22 @@ class World:
         self.free: Counter[str] = Counter()
         self.tally: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.load: Counter[tuple[int, str]] = Counter()
+        self.load_of_uid: Counter[int] = Counter()
         self.held: Counter[tuple[int, str]] = Counter()
         self.remembered: Counter[int] = Counter()
         self.outcome = Outcome()
         self.by_lease: defaultdict[str, set[RequestKey]] = defaultdict(set)
         self.remembered_leases: dict[str, int] = {}
-        self._names: dict[str, str] = {}
+        self._names: defaultdict[str, set[str]] = defaultdict(set)
         self._members: defaultdict[str, set[str]] = defaultdict(set)
         self._serials: defaultdict[str, set[str]] = defaultdict(set)
         self._children: defaultdict[str, set[str]] = defaultdict(set)
+        self._placed: defaultdict[str, set[str]] = defaultdict(set)
         self._pools: dict[str, Pool] = {}
         self._busy_ones: set[str] = set()
         self._undo: list[Callable[[], None]] = []
         self._alarms: list[tuple[int, str, str]] = []
-        self._set: set[tuple[int, str, str]] = set()
+        self._due: dict[tuple[str, str], int] = {}
 
     # -- one event, one transaction ----------------------------------------------------------
     def begin(self) -> None:
@@ -123,6 +137,35 @@ class World:
         """Remember how to undo a change that was made outside the tables."""
         self._undo.append(undo)
 
+    def set_ready(self) -> None:
+        """The first enumeration is complete."""
+        before = self.ready
+
+        def undo() -> None:
+            self.ready = before
+
+        self._undo.append(undo)
+        self.ready = True
+
+    def assign(self, table: dict[K, V], key: K, value: V) -> None:
+        """Set an entry of a table that is not the world's own, in a way that `undo` knows."""
+        had, old = key in table, table.get(key)
+        table[key] = value
+
+        def undo() -> None:
+            if had:
+                table[key] = old  # type: ignore[assignment]
+            else:
+                del table[key]
+
+        self._undo.append(undo)
+
+    def discard(self, table: dict[K, V], key: K) -> None:
+        """Take an entry, if there, out of a table, in a way that `undo` knows."""
+        if key in table:
+            old = table.pop(key)
+            self._undo.append(lambda: table.__setitem__(key, old))
+
     # -- devices -------------------------------------------------------------------------------
     def put_device(self, device: Device) -> None:
         """Add or replace a device."""
@@ -140,7 +183,11 @@ class World:
 
     def _install(self, device_id: str, new: Device | None) -> None:
         old = self.devices.get(device_id)
+        around: set[str] = set()
+        moved = old is None or new is None or old.record.parent != new.record.parent
         if old is not None:
+            if moved:
+                around.update(self.relatives(device_id, old.record))
             self._count(old, -1)
             if new is None or new.record is not old.record:
                 self._unlink(old.record)
@@ -151,18 +198,19 @@ class World:
             self._count(new, 1)
             if old is None or new.record is not old.record:
                 self._link(new.record)
+            if moved:
+                around.update(self.relatives(device_id, new.record))
         self._index(device_id)
-        shown = new if new is not None else old
-        if shown is not None:
-            self._refresh_kin(device_id, shown.record)
+        self._refresh_kin(device_id, around)
 
-    def _refresh_kin(self, device_id: str, record: DeviceRecord) -> None:
-        """If the device became busy or free, look at its relatives again."""
+    def _refresh_kin(self, device_id: str, around: set[str]) -> None:
+        """Look again at AROUND, whose family has changed, and at all relatives of a device that
+        became busy or free."""
         busy = self._busy(self.devices.get(device_id))
-        if busy == (device_id in self._busy_ones):
-            return
-        (self._busy_ones.add if busy else self._busy_ones.discard)(device_id)
-        for relative in self.relatives(device_id, record):
+        if busy != (device_id in self._busy_ones):
+            (self._busy_ones.add if busy else self._busy_ones.discard)(device_id)
+            around = around.union(self.relatives(device_id))
+        for relative in sorted(around):
             if relative in self.devices:
                 self._index(relative)
                 self.effect(DeviceChanged(relative))
@@ -181,21 +229,19 @@ class World:
         if record.parent:
             self._children[record.parent].add(record.id)
         for alias in record.aliases:
-            self._names.setdefault(alias, record.id)
+            self._names[alias].add(record.id)
 
     def _unlink(self, record: DeviceRecord) -> None:
         for table, key in (
             (self._members, record.resource),
             (self._serials, record.serial),
             (self._children, record.parent),
+            *((self._names, alias) for alias in record.aliases),
         ):
             if key in table:
                 table[key].discard(record.id)
                 if not table[key]:
                     del table[key]
-        for alias in record.aliases:
-            if self._names.get(alias) == record.id:
-                del self._names[alias]
 
     def _index(self, device_id: str) -> None:
         """Bring the grantable set and the pool into line with the device as it is now."""
@@ -249,8 +295,9 @@ class World:
         return self.free[resource]
 
     def find(self, name: str) -> Device | None:
-        """The device with this id or alias."""
-        return self.devices.get(name) or self.devices.get(self._names.get(name, ""))
+        """The device with this id, or the one with this alias; an alias of several is nobody's."""
+        known = self._names.get(name, ())
+        return self.devices.get(name) or (self.devices.get(next(iter(known))) if len(known) == 1 else None)
 
     # -- relatives -------------------------------------------------------------------------------
     def _busy(self, device: Device | None) -> bool:
@@ -305,15 +352,16 @@ class World:
             if lease is not None:
                 left = len(lease.devices) - len(lease.returned)
                 self.load[lease.uid, lease.client] += step
-                self.load[lease.uid, "*"] += step
+                self.load_of_uid[lease.uid] += step
                 self.held[lease.uid, lease.client] += step * left
         if new is not None:
             self.leases[lease_id] = new
         elif old is not None:
-            for key in ((old.uid, old.client), (old.uid, "*")):
-                if not self.load[key]:
-                    del self.load[key]
-                    self.held.pop(key, None)
+            key = (old.uid, old.client)
+            if not self.load[key]:
+                del self.load[key], self.held[key]
+            if not self.load_of_uid[old.uid]:
+                del self.load_of_uid[old.uid]
 
     def put_debt(self, debt: Debt) -> None:
         """Add or replace what a device owes."""
@@ -363,7 +411,7 @@ class World:
             if new.lease:
                 self.by_lease[new.lease].add(key)
             if new.ended and key.method == "Allocate":
-                self.remembered_leases[new.lease] = key.uid
+                self.remembered_leases[new.lease] = new.owner
         elif not self.remembered[key.uid]:
             del self.remembered[key.uid]
 
@@ -377,24 +425,64 @@ class World:
         if debt is not None:
             self.debts[device_id] = debt
         if device_id in self.devices:
-            self._refresh_kin(device_id, self.devices[device_id].record)
+            self._refresh_kin(device_id, set())
 
     # -- identity ----------------------------------------------------------------------------------
+    def serial(self, record: DeviceRecord) -> str:
+        """The serial that tells this device from all others, "" if it has none of its own."""
+        return record.serial if len(self._serials.get(record.serial, ())) <= 1 else ""
+
     def key(self, record: DeviceRecord) -> str:
         """What counts and history go by: the serial once it is known and unique, else the id."""
-        if record.serial and len(self._serials.get(record.serial, ())) <= 1:
-            return f"serial:{record.serial}"
-        return record.id
+        serial = self.serial(record)
+        return f"serial:{serial}" if serial else record.id
+
+    def history(self, record: DeviceRecord) -> list[AuditRecord]:
+        """The last transitions of a device, oldest first: those since its serial is known, wherever
+        it was, and those before in this place."""
+        own = self.serial(record)
+        kept = [*self.histories.get(record.id, ())]
+        if record.serial:
+            kept += self.histories.get(f"serial:{record.serial}", ())
+        return sorted(
+            (
+                one
+                for one in kept
+                if (own and one.serial == own)
+                or (one.device == record.id and one.serial in ("", record.serial))
+            ),
+            key=lambda one: one.sequence,
+        )[-HISTORY:]
+
+    def put_cordon(self, key: str, cordon: Cordon | None) -> None:
+        """Place a cordon under its `cordon_key`, or take it away."""
+        old = self.cordons.get(key)
+        self._undo.append(lambda: self._install_cordon(key, old))
+        self._install_cordon(key, cordon)
+
+    def _install_cordon(self, key: str, new: Cordon | None) -> None:
+        old = self.cordons.pop(key, None)
+        if old is not None:
+            self._placed[old.device].discard(key)
+            if not self._placed[old.device]:
+                del self._placed[old.device]
+        if new is not None:
+            self.cordons[key] = new
+            self._placed[new.device].add(key)
+
+    def cordons_of(self, record: DeviceRecord) -> list[str]:
+        """The keys of the cordons that a device is under: that of its serial, wherever it is, and
+        those of its place, except what is known to be another device's."""
+        found = [f"serial:{record.serial}"] if f"serial:{record.serial}" in self.cordons else []
+        for key in sorted(self._placed.get(record.id, ())):
+            if key not in found and not (self.cordons[key].serial and record.serial):
+                found.append(key)
+        return found
 
     def cordon_of(self, record: DeviceRecord) -> Cordon | None:
-        """The cordon that a device is under: by serial wherever it is, else by place."""
-        cordon = self.cordons.get(self.key(record))
-        if cordon is not None:
-            return cordon
-        cordon = self.cordons.get(record.id)
-        if cordon is not None and (not cordon.serial or not record.serial or cordon.serial == record.serial):
-            return cordon
-        return None
+        """The cordon that a device is under."""
+        found = self.cordons_of(record)
+        return self.cordons[found[0]] if found else None
 
     # -- moving a device ---------------------------------------------------------------------------
     def facts(self, device: Device) -> Facts:
@@ -430,7 +518,7 @@ class World:
         """Apply TRIGGER by the table to DEVICE (with its facts already changed) and store it.
 
         Returns the device as it is then, None if it is gone.  LEASE, if given, becomes the
-        lease that has it.  A transition, or a new reason in a settled state, is audited.
+        lease that has it.  Transitions are audited, new reasons in the same state are not.
         """
         found = row(device.state, trigger)
         to: State | None = device.state
@@ -444,6 +532,9 @@ class World:
         if to is None:
             self._audit_move(device, "gone", trigger, at, reason=why, actor=actor, request_id=request_id)
             self.drop_device(device.id)
+            self.audit(AuditKind.GONE, at, f"{device.id} is gone", device=device.record)
+            self.effect(WatchNodes(device.id, None))
+            self.effect(DeviceRemoved(device.id))
             return None
         if to is device.state:
             if why != device.reason:
@@ -483,16 +574,7 @@ class World:
             request_id=request_id,
             took=max(0, at.boot - device.since.boot),
         )
-        history = self.histories.setdefault(self.key(device.record), deque(maxlen=HISTORY))
-        dropped = history[0] if len(history) == HISTORY else None
-        history.append(record)
-
-        def undo() -> None:
-            history.pop()
-            if dropped is not None:
-                history.appendleft(dropped)
-
-        self._undo.append(undo)
+        self._keep(self.key(device.record), record)
         self.effect(
             StateChanged(
                 device.id,
@@ -502,6 +584,26 @@ class World:
                 {"sequence": record.sequence, "trigger": str(trigger), "lease": device.lease, "time": at.real},
             )
         )
+
+    def _keep(self, key: str, record: AuditRecord) -> None:
+        """Put a transition into the history, whose oldest entry goes if it is too much."""
+        if key not in self.histories:
+            if len(self.histories) >= HISTORIES:
+                here = {self.key(device.record) for device in self.devices.values()}
+                gone = next((one for one in self.histories if one not in here), None)
+                if gone is not None:
+                    self.discard(self.histories, gone)
+            self.assign(self.histories, key, deque(maxlen=HISTORY))
+        history = self.histories[key]
+        dropped = history[0] if len(history) == HISTORY else None
+        history.append(record)
+
+        def undo() -> None:
+            history.pop()
+            if dropped is not None:
+                history.appendleft(dropped)
+
+        self._undo.append(undo)
 
     def audit(
         self,
@@ -538,7 +640,7 @@ class World:
             message=printable(message, 512),
             priority=priority,
             device=device.id if device else "",
-            serial=device.serial if device else "",
+            serial=self.serial(device) if device else "",
             lease=lease,
             from_state=from_state,
             to_state=to_state,
@@ -554,29 +656,44 @@ class World:
 
     # -- alarms --------------------------------------------------------------------------------------
     def alarm(self, boot: int, kind: str, name: str) -> None:
-        """Have `due` name (KIND, NAME) once the boot clock is at BOOT; more than once is fine."""
-        entry = (boot, kind, name)
-        if entry not in self._set:
-            self._set.add(entry)
-            heapq.heappush(self._alarms, entry)
+        """Have `due` name (KIND, NAME) once the boot clock is at BOOT.
+
+        There is one alarm for each, the earliest: whoever handles it asks for the next."""
+        waiting = self._due.get((kind, name))
+        if waiting is None or boot < waiting:
+            self._undo.append(lambda: self._install_alarm((kind, name), waiting))
+            self._install_alarm((kind, name), boot)
+
+    def _install_alarm(self, entry: tuple[str, str], boot: int | None) -> None:
+        if boot is None:
+            self._due.pop(entry, None)
+            return
+        self._due[entry] = boot
+        heapq.heappush(self._alarms, (boot, *entry))
+        if len(self._alarms) > 4 * len(self._due) + 64:
+            self._alarms = sorted((at, *one) for one, at in self._due.items())
 
     def due(self, boot: int) -> list[tuple[str, str]]:
-        """Take the alarms that are due; whoever handles one checks that it still applies."""
-        found: dict[tuple[str, str], None] = {}
-        while self._alarms and self._alarms[0][0] <= boot:
-            entry = heapq.heappop(self._alarms)
-            self._set.discard(entry)
-            found[entry[1], entry[2]] = None
+        """Take the alarms that are due; whoever handles one checks that it still applies.
+        `undo` sets them a second later, so that a defect does not make the agent spin."""
+        found: list[tuple[str, str]] = []
+        while (first := self.next_alarm()) is not None and first <= boot:
+            _, *names = heapq.heappop(self._alarms)
+            entry = (names[0], names[1])
+            del self._due[entry]
+            found.append(entry)
 
         def undo() -> None:
-            for kind, name in found:
-                self.alarm(boot + 1_000_000, kind, name)
+            for entry in found:
+                self._install_alarm(entry, min(boot + 1_000_000, self._due.get(entry, boot + 1_000_000)))
 
         self._undo.append(undo)
-        return list(found)
+        return found
 
     def next_alarm(self) -> int | None:
         """The boot time of the next alarm."""
+        while self._alarms and self._due.get(self._alarms[0][1:]) != self._alarms[0][0]:
+            heapq.heappop(self._alarms)
         return self._alarms[0][0] if self._alarms else None
 
 
