@@ -101,7 +101,7 @@ class Crash:
         sequence = [one["sequence"] for one in history]
         assert sequence == sorted(set(sequence))
         steps = [(one["from"], one["to"]) for one in history]
-        assert steps[-1] == ("reclaiming", "idle")
+        assert steps[-1][1] == "idle"  # from reclaiming, or from probing after the restart
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_console_is_found_and_described(root: Client) -> None:
     assert device["NumaNodes"] == []
     number = CONSOLE.stat().st_rdev
     nodes = root.call(names.device_path(DEVICE_ID), names.DEVICE, "GetNodes")
-    assert nodes == [(str(CONSOLE), "own", "char", os.major(number), os.minor(number))]
+    assert nodes == [[str(CONSOLE), "own", "char", os.major(number), os.minor(number)]]
 
 
 def test_console_is_granted_held_and_returned(root: Client) -> None:

@@ -101,7 +101,7 @@ def test_member_owns_the_lease_and_another_member_does_not(
     with Client(bus, MEMBER, [GROUP_GID]) as one, Client(bus, OTHER_MEMBER, [GROUP_GID]) as other:
         lease, manifest = one.allocate("r1", RESOURCE)
         assert manifest["devices"] == ["npu-0"]
-        assert manifest["nodes"][0][:2] == ("npu-0", str(vendor.file("npu-0")))
+        assert manifest["nodes"][0][:2] == ["npu-0", str(vendor.file("npu-0"))]
         assert one.properties(lease, names.LEASE)["OwnerUid"] == MEMBER
         for call in (
             lambda: other.release("x1", lease),

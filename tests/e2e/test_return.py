@@ -206,7 +206,9 @@ def test_reap_ends_a_named_stranger_and_nobody_else(bus: PrivateBus, member: Cli
             member.manager("Reap", "soa(ut)", "x", path, [(stranger.pid, stranger.start)])
         assert caught.value.name == "NotAuthorized"
         with Client(bus) as root:
-            assert root.manager("Reap", "soa(ut)", "k1", path, [(stranger.pid, stranger.start + 1)]) == 0
+            with pytest.raises(CallError) as caught:
+                root.manager("Reap", "soa(ut)", "k1", path, [(stranger.pid, stranger.start + 1)])
+            assert caught.value.name == "NotFound"
             assert stranger.running()
             assert root.manager("Reap", "soa(ut)", "k2", path, [(stranger.pid, stranger.start)]) == 1
         wait_until(lambda: not stranger.running(), 5, "the end of the stranger")

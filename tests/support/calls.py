@@ -66,7 +66,7 @@ def busctl_json(bus: PrivateBus, *arguments: str, uid: int = 0, groups: Sequence
 
 # Runs with the caller's uid, which need not be able to read the checkout: hence text, not a module.
 _CLIENT = r"""
-import json, sys
+import json, os, sys
 from gi.repository import Gio, GLib
 address, name, listen = sys.argv[1:4]
 connection = Gio.DBusConnection.new_for_address_sync(
@@ -95,16 +95,23 @@ def answered(_connection, result, number):
         Gio.DBusError.strip_remote_error(error)
         out(id=number, error=remote, text=error.message)
 
-def take(source, condition):
-    line = sys.stdin.readline()
-    if not line:
-        loop.quit()
-        return False
-    want = json.loads(line)
+def send(want):
     arguments = GLib.Variant.parse(GLib.VariantType(want["type"]), want["arguments"], None, None)
     connection.call_with_unix_fd_list(
         want["destination"], want["path"], want["interface"], want["member"], arguments, None,
         Gio.DBusCallFlags.NONE, int(want["timeout"] * 1000), None, None, answered, want["id"])
+
+pending = b""
+
+def take(source, condition):
+    global pending
+    data = os.read(0, 65536)
+    if not data:
+        loop.quit()
+        return False
+    *lines, pending = (pending + data).split(b"\n")
+    for line in lines:
+        send(json.loads(line))
     return True
 
 # answered once the match rule stands, so that no later signal is missed
@@ -112,7 +119,6 @@ connection.call_sync("org.freedesktop.DBus", "/org/freedesktop/DBus", "org.freed
                      None, None, Gio.DBusCallFlags.NONE, -1, None)
 out(unique=connection.get_unique_name())
 loop = GLib.MainLoop()
-sys.stdin.reconfigure(line_buffering=True)
 GLib.io_add_watch(GLib.IOChannel.unix_new(0), GLib.PRIORITY_DEFAULT, GLib.IO_IN | GLib.IO_HUP, take)
 loop.run()
 """
