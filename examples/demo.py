@@ -7,6 +7,7 @@ it should.  Needs root (a spare virtual console or loop device is opened), no sy
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -217,12 +218,24 @@ def fault(stage: Stage) -> None:
 def trail(stage: Stage, agent: AgentProcess, console: str) -> None:
     stage.caption("What was it? Every device has its last transitions, and the journal has all of them.")
     stage.run(f"heteroctl history {console}", r"idle.*in-use|allocating.*in-use", r"reclaiming.*idle")
-    lines = [line for line in agent.log.splitlines() if "HETERO_SEQUENCE=" in line]
-    if len(lines) < 10:
-        raise DemoError(f"the agent wrote {len(lines)} audit lines:\n{agent.log}")
-    print("$ journalctl -u hetero-agent    # here: the agent's standard error; its last five audit lines")
-    for line in lines[-5:]:
-        print(textwrap.indent(line, "  "))
+    records = [json.loads(line) for line in agent.log.splitlines() if line.startswith("{")]
+    sequence = [int(one["HETERO_SEQUENCE"]) for one in records]
+    if len(records) < 20 or sequence != list(range(1, len(records) + 1)):
+        raise DemoError(f"the audit trail has gaps or too few lines: {sequence}")
+    print("$ journalctl -u hetero-agent    # the last lines; here the agent writes them to standard error")
+    for one in records[-7:]:
+        print(f"  #{one['HETERO_SEQUENCE']}  {one['MESSAGE']}")
+    print("$ journalctl -u hetero-agent HETERO_KIND=lease-granted -o verbose -n 1")
+    granted = [one for one in records if one["HETERO_KIND"] == "lease-granted"][-1]
+    for key in (
+        "MESSAGE",
+        "MESSAGE_ID",
+        "HETERO_SEQUENCE",
+        "HETERO_LEASE",
+        "HETERO_ACTOR_UID",
+        "HETERO_ACTOR_PID",
+    ):
+        print(f"  {key}={granted[key]}")
 
 
 def play(stack: ExitStack) -> None:
