@@ -104,7 +104,7 @@ def choose(mode: str) -> str:
 class JournalWriter:
     """Takes records from OUTBOX to the journal (MODE: ``auto``, ``journal`` or ``stderr``).
 
-    Used on the loop: `wake` after a commit with audit records (the ledger's ``on_audit``).
+    Used on the loop: `wake` after a commit with audit records.
     """
 
     def __init__(self, outbox: Outbox, mode: str = "auto") -> None:

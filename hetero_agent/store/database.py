@@ -39,8 +39,11 @@ class StoreError(OSError):
 
 
 class StoreUnusable(StoreError):
-    """The file can't be used by this program and was not touched: its schema is newer, or another
-    process has it open."""
+    """The file's schema is newer than this program; it was not touched."""
+
+
+class StoreInUse(StoreError):
+    """Another process has the file open; it was not touched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ def checksum(*parts: object) -> int:
 
 
 def open_file(path: Path, kind: Kind) -> Opened:
-    """Open PATH, or make it.  Raises StoreUnusable and StoreError."""
+    """Open PATH, or make it.  Raises StoreUnusable, StoreInUse, FreshFileError and StoreError."""
     notes: list[str] = []
     try:
         present = _look(path, kind)
@@ -181,7 +184,7 @@ def _connect(path: Path, kind: Kind) -> sqlite3.Connection:
         if damaged(error):
             raise _Corrupt(printable(error)) from error
         if name.startswith("SQLITE_BUSY"):
-            raise StoreUnusable(f"{path}: another process has it open: is a hetero-agent running?") from error
+            raise StoreInUse(f"{path}: another process has it open: is a hetero-agent running?") from error
         raise
     except BaseException:
         connection.close()

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from hetero_agent.core.effects import Changes, Restored
 from hetero_agent.core.model import AuditKind, AuditRecord, Cordon
-from hetero_agent.store.database import StoreError, StoreUnusable
+from hetero_agent.store.database import StoreError, StoreInUse, StoreUnusable
 from hetero_agent.store.lasting_file import BLOCK, DEVICES, HISTORY, Found, LastingFile
 
 #: Seconds between writes of counts and history, between attempts while nothing can be written,
@@ -119,7 +119,7 @@ class SqliteLasting:
     def load(self, restored: Restored) -> None:
         """Add to RESTORED (from the ledger) the cordons, counts and history, and set its sequence
         and generation to where this life starts.  Waits a few seconds for the disk at most.
-        Raises StoreUnusable for a newer schema or a file in use."""
+        Raises StoreUnusable for a newer schema, StoreInUse if another process has the file."""
         self._used = {GENERATION: restored.generation, SEQUENCE: restored.sequence}
         self._thread.start()
         if self._loaded.wait(_START_WAIT):
@@ -200,7 +200,7 @@ class SqliteLasting:
     def _run(self) -> None:
         try:
             self._begin()
-        except StoreUnusable as error:
+        except (StoreUnusable, StoreInUse) as error:
             self._failure = error
             return
         finally:

@@ -23,6 +23,7 @@ from hetero_agent.store.database import (
     FreshFileError,
     Kind,
     StoreError,
+    StoreInUse,
     StoreUnusable,
     checksum,
     damaged,
@@ -102,7 +103,7 @@ class LastingFile:
 
     def read(self) -> tuple[Found, str]:
         """Return what the file holds, and why it can't be written ("" if it can).
-        Raises StoreUnusable."""
+        Raises StoreUnusable and StoreInUse."""
         try:
             notes = self._open()
             try:
@@ -116,7 +117,7 @@ class LastingFile:
                 found = Found()
             found.notes += notes
             problem = ""
-        except StoreUnusable:
+        except (StoreUnusable, StoreInUse):
             raise
         except FreshFileError as error:
             found, problem = Found(notes=error.notes), str(error)

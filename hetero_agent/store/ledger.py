@@ -117,13 +117,9 @@ def boot_id() -> str:
 
 
 class SqliteLedger:
-    """`core.ports.Ledger`.  ON_AUDIT, if set, is called after a commit that stored audit records.
-
-    BOOT is this boot's id (only tests give another).
-    """
+    """`core.ports.Ledger`.  BOOT is this boot's id (only tests give another)."""
 
     def __init__(self, path: Path, now: Callable[[], Instant], boot: str | None = None) -> None:
-        self.on_audit: Callable[[], None] | None = None
         self._path = path
         self._now = now
         self._boot = boot or boot_id()
@@ -143,8 +139,8 @@ class SqliteLedger:
     def load(self, now: Instant) -> Restored:
         """Open or make the file and read all; rows of another boot are given as they are.
 
-        Raises StoreUnusable for a newer schema or a file in use, StoreError if there is a file
-        that can't be opened.  If there is none and none can be made (no space), that is a note,
+        Raises StoreUnusable for a newer schema, StoreInUse if another process has the file,
+        StoreError if it can't be opened.  If there is none and none can be made (no space), that is a note,
         and every `commit` tries again.
         """
         restored = Restored()
@@ -280,8 +276,6 @@ class SqliteLedger:
         if changes.audits:
             self._backlog += len(changes.audits)
             self._tail.extend(changes.audits)
-            if self.on_audit is not None:
-                self.on_audit()
 
     def _store(self, db: sqlite3.Connection, changes: Changes) -> None:
         now = self._now()

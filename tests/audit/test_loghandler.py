@@ -113,8 +113,8 @@ def test_a_reader_that_does_not_read_costs_messages_and_no_time() -> None:
                 PYTHON,
                 "-c",
                 "import logging\nfrom hetero_agent.audit.loghandler import *\nhandler = install()\n"
-                "for n in range(5000): logging.getLogger('x').warning('%d %s', n, 'y' * 100)\n"
-                "print(handler.dropped > 3000)\n",
+                "for n in range(20000): logging.getLogger('x').warning('%d %s', n, 'y' * 100)\n"
+                "print(handler.dropped > 1000)\n",
             ],
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ import pytest
 
 from hetero_agent.core.effects import Restored
 from hetero_agent.core.model import Cordon
-from hetero_agent.store.database import StoreUnusable
+from hetero_agent.store.database import StoreInUse, StoreUnusable
 from hetero_agent.store.lasting import SqliteLasting
 from hetero_agent.store.lasting_file import BLOCK, HISTORY
 from tests.store import samples
@@ -359,3 +359,9 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
         str(image),
     )
     assert out == "True\n['late', 'first']\n['first'] []\n"
+
+
+def test_a_file_in_use_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_agent.store.database._LOCK_WAIT", 0.1)
+    with opened(path), pytest.raises(StoreInUse, match="another process has it open"):
+        SqliteLasting(path, path.parent).load(Restored())

@@ -33,7 +33,8 @@ def test_systemd_analyze_has_nothing_to_say() -> None:
         mount("-t", "tmpfs", "tmpfs", "/mnt")
         for name in ("upper", "work", "unit"):
             Path(f"/mnt/{name}").mkdir()
-        mount("-t", "overlay", "overlay", "-o", "lowerdir=/usr/bin,upperdir=/mnt/upper,workdir=/mnt/work", "/usr/bin")
+        layers = "lowerdir=/usr/bin,upperdir=/mnt/upper,workdir=/mnt/work"
+        mount("-t", "overlay", "overlay", "-o", layers, "/usr/bin")
         program = Path("/usr/bin/hetero-agent")
         program.write_text("#!/bin/sh\\n")
         program.chmod(0o755)
