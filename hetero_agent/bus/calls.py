@@ -22,7 +22,7 @@ class Call:
     """A call by a known caller.  ARGUMENTS fit the method's signature; ``request`` is what the
     entry's PREPARE made of them."""
 
-    __slots__ = ("arguments", "caller", "member", "message", "path", "request", "request_id")
+    __slots__ = ("answered", "arguments", "caller", "member", "message", "path", "request", "request_id")
 
     def __init__(self, message: Incoming, caller: Caller, member: str, arguments: list[Any]) -> None:
         self.message = message
@@ -32,6 +32,7 @@ class Call:
         self.path = message.path
         self.request: Any = None
         self.request_id = ""
+        self.answered = False
 
 
 def _nothing(call: Call) -> Any:

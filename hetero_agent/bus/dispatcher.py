@@ -22,6 +22,8 @@ from hetero_agent.text import printable
 
 #: Refusals of these kinds go into the audit.
 _AUDITED = frozenset({ErrorKind.NOT_AUTHORIZED, ErrorKind.NOT_OWNER, ErrorKind.LIMIT_EXCEEDED})
+#: Seconds after which a call is answered whatever happens; callers commonly give up after 25.
+CALL_DEADLINE = 20.0
 #: Refusals of one uid that the audit hears of at once, and seconds until it hears of one more.
 _BURST = 8
 _REFILL = 5.0
@@ -185,6 +187,9 @@ class Dispatcher:
             # our own fault, not the caller's: what does not fit the contract is Internal
             self._fail(message, caller, member, call, RuntimeError(f"reply does not fit: {error}"))
             return
+        if call.answered:
+            return
+        call.answered = True
         self._settle()
         self._connection.reply(message, method.gives, body)
         self._connection.flush()
@@ -193,6 +198,10 @@ class Dispatcher:
     def _fail(
         self, message: Incoming, caller: Caller, member: str, call: Call | None, error: BaseException
     ) -> None:
+        if call is not None:
+            if call.answered:
+                return
+            call.answered = True
         name, text = errors.describe(error, member)
         self._connection.error(message, name, text)
         self._connection.flush()
@@ -217,9 +226,18 @@ class Dispatcher:
             waiting: Awaitable[Result] = _resumed(work, pending)
         else:
             waiting = work
-        task = asyncio.get_running_loop().create_task(self._finish(waiting, call, method))
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(CALL_DEADLINE, self._expire, call)
+        task = loop.create_task(self._finish(waiting, call, method))
+        task.add_done_callback(lambda _: timer.cancel())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _expire(self, call: Call) -> None:
+        """The call takes too long: its caller gets an answer, the work goes on to its end."""
+        text = f"not done within {CALL_DEADLINE:g} s; ask again with the same request id"
+        error = Refusal(ErrorKind.TIMEOUT, text)
+        self._fail(call.message, call.caller, call.member, call, error)
 
     async def _finish(self, work: Awaitable[Result], call: Call, method: contract.Method) -> None:
         try:

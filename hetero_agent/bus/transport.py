@@ -127,7 +127,7 @@ class Connection(MessageBus):
     """One connection to a bus.
 
     ON_CALL takes method calls, ON_SIGNAL signals, both in order of arrival.  ON_TURN is called
-    after each batch of messages, ON_DRAIN when what waits to be written has become little.
+    after each batch of messages, ON_DRAIN when `congested` is over.
     ``lost`` is done, with the reason, when the connection is gone; it never comes back.
     Create it inside the running loop.
     """
@@ -158,6 +158,7 @@ class Connection(MessageBus):
         self._flush_due = False
         self._in_turn = False
         self._behind = False
+        self._was_congested = False
         self._reading = False
         self._paused = False
 
@@ -365,7 +366,7 @@ class Connection(MessageBus):
     @property
     def congested(self) -> bool:
         """Whether so much waits to be written that it is better to make less of it."""
-        return self._out_bytes > CONGESTED
+        return self._was_congested
 
     def next_serial(self) -> int:
         self._serial = self._serial % 0xFFFFFFFF + 1
@@ -454,6 +455,8 @@ class Connection(MessageBus):
             return
         self._out.append(frame)
         self._out_bytes += len(frame)
+        if self._out_bytes > CONGESTED:
+            self._was_congested = True
         if self._out_bytes > MAX_BACKLOG:
             self._paused = True
             self._set_reading(False)
@@ -493,11 +496,12 @@ class Connection(MessageBus):
                 self._loop.add_writer(self._fd, self._flush)
             else:
                 self._loop.remove_writer(self._fd)
-        if self._paused and self._out_bytes < CONGESTED:
+        if self._paused and self._out_bytes < CONGESTED // 2:
             self._paused = False
             self._set_reading(True)
-        if self._writing is False or self._out_bytes < CONGESTED:
-            _guarded(self.on_drain)
+        if self._was_congested and self._out_bytes < CONGESTED // 2:
+            self._was_congested = False
+            self._loop.call_soon(_guarded, self.on_drain)
 
     def _merge(self) -> None:
         """Make one piece of the small ones at the front: one system call instead of many."""
