@@ -1,7 +1,7 @@
 """The yardstick: a service that does nothing, written with dbus-next as bare as it goes.
 
 ``echo.py ADDRESS`` owns NAME and answers every call to MEMBER with the body, in the signature, that
-the last ``Teach`` of that member gave.  What the agent adds to that is the agent's own.
+the last ``Teach`` of that member gave, or with none.  What the agent adds to that is the agent's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def main(address: str) -> None:
             member, signature, body = message.body
             answers[member] = (signature, body.value)
             return Message.new_method_return(message)
-        signature, values = answers[message.member]
+        signature, values = answers.get(message.member, ("", []))
         return Message.new_method_return(message, signature, values)
 
     bus.add_message_handler(handle)

@@ -141,8 +141,6 @@ async def latency(client: BenchClient, figures: Figures, rounds: int) -> None:
                 if reply.body:
                     body = Variant(f"({reply.signature})", reply.body)
                     await client.call(ECHO, "Teach", "ssv", member, reply.signature, body)
-                else:
-                    await client.call(ECHO, "Teach", "ssv", member, "", Variant("s", ""))
         bare, _ = await triple(client, ECHO, f"bench-{number}", replies[0].body[0])
         if number >= 5:  # the first warm caches on both sides
             figures.calls.append(took)

@@ -100,8 +100,11 @@ class Stage:
         commands = bus.directory / "bin"
         commands.mkdir()
         wrapper = commands / "heteroctl"
-        variables = f'PYTHONPATH="{ROOT}" HETERO_SIM_SOCKET="{sim.socket}"'
-        wrapper.write_text(f'#!/bin/sh\n{variables} exec {PYTHON} -m hetero_agent.cli.main "$@"\n')
+        wrapper.write_text(
+            "#!/bin/sh\n"
+            f'[ "$1" != sim ] || export HETERO_SIM_SOCKET="{sim.socket}"\n'
+            f'PYTHONPATH="{ROOT}" exec {PYTHON} -m hetero_agent.cli.main "$@"\n'
+        )
         wrapper.chmod(0o755)
         self.env = {
             **os.environ,
@@ -187,7 +190,7 @@ def real_device(stage: Stage, console: str) -> None:
         "The real device. The shell opens the node that the lease gives it: the agent sees who holds it,"
         " and takes the device back once that process has let go."
     )
-    inside = f"exec 3<$DEMO_NODE; echo $$ holds $DEMO_NODE; sleep 1; heteroctl holders {console} 3<&-"
+    inside = f"exec 3<$DEMO_NODE; echo $$ holds $DEMO_NODE; sleep 3; heteroctl holders {console} 3<&-"
     stage.run(f"heteroctl run -r {CONSOLE} -- sh -c '{inside}'", r"^(\d+) holds /dev/", r"\bsh\b")
     stage.wait_state(console, "idle")
     stage.run(f"heteroctl show {console}", r"idle")
