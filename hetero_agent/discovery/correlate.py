@@ -291,7 +291,8 @@ def _attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attribute]:
         "max-link-speed": _speed(raw.get("max_link_speed", "")),
         "cpus": raw.get("local_cpulist", ""),
         "power-state": raw.get("power_state", ""),
-        "runtime-status": raw.get("power/runtime_status", ""),
+        # "unsupported" is what devices without runtime power management say
+        "runtime-status": raw.get("power/runtime_status", "").replace("unsupported", ""),
         "pcie-root": _root(facts.path),
         "physical-function": _physical_function(facts),
         "kernel-names": ",".join(child.name for child in (*facts.children, *facts.part_children) if child.node),

@@ -50,6 +50,7 @@ def test_the_whole_of_sys_is_read_without_opening_a_node(tmp_path: Path) -> None
     assert [name for name in opened if name.startswith("/dev")] == []
     console = records["tty-tty60"]
     assert console.path == TTY60
+    assert console.attributes == {"kernel-names": "tty60"}
     assert (console.source, console.profile, console.stable_id) == ("kernel", "console", False)
 
 
