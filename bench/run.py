@@ -290,7 +290,8 @@ def measure(count: int, rounds: int, idle: float) -> Figures:
             async def calls() -> None:
                 async with BenchClient.connected(bus.address) as client:
                     await latency(client, figures, rounds)
-                    await uevent_to_signal(client, figures, 50)
+                    if count == FEW:
+                        await uevent_to_signal(client, figures, 50)
                     await objects(client, bus.address, figures)
 
             asyncio.run(calls())
