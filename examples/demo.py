@@ -81,14 +81,14 @@ class DemoError(Exception):
 def spare_device() -> tuple[str, Path]:
     """Return (subsystem, node) of a real device that can be opened and that nobody uses."""
     for subsystem, pattern in (("tty", "tty6[0-3]"), ("block", "loop[0-9]")):
-        for entry in sorted(Path("/sys/class", subsystem).glob(pattern)):
+        for entry in sorted(Path("/sys/class", subsystem).glob(pattern), reverse=True):
             node = Path("/dev", entry.name)
             try:
                 os.close(os.open(node, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
             except OSError:
                 continue
             return subsystem, node
-    raise DemoError("this machine lets us open neither a virtual console (/dev/tty60) nor a loop device")
+    raise DemoError("this machine lets us open neither a virtual console (/dev/tty63) nor a loop device")
 
 
 class Stage:

@@ -3,11 +3,29 @@ can be opened by whoever may, and that nobody uses."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
-#: One that no login and no X server takes: they begin at 1.
-CONSOLE = Path("/dev/tty60")
-DEVICE_ID = "tty-tty60"
+_claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+
+def _spare() -> Path:
+    """Claim one for this process, so that runs at the same time don't meet on it.
+
+    High numbers: logins and X servers begin at 1.  The claim is an abstract socket, which goes
+    with the process and leaves no file.
+    """
+    for number in range(60, 40, -1):
+        try:
+            _claim.bind(f"\0hetero-agent-tests-tty{number}")
+        except OSError:
+            continue
+        return Path(f"/dev/tty{number}")
+    raise RuntimeError("every spare console is claimed by another run")
+
+
+CONSOLE = _spare()
+DEVICE_ID = f"tty-{CONSOLE.name}"
 RESOURCE = "example.com/console"
 
 #: The profile that makes it a device.  The attribute is one that root can change in sysfs.
