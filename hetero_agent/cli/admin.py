@@ -18,9 +18,7 @@ def register(verbs: Verbs) -> None:
     """Add the verbs."""
     parser = verbs.add("cordon", "keep devices from being leased, over reboots too", cordon)
     parser.add_argument("devices", nargs="+", metavar="DEVICE")
-    parser.add_argument(
-        "--reason", default="by heteroctl", help="why (default: by heteroctl)"
-    )
+    parser.add_argument("--reason", default="by heteroctl", help="why (default: by heteroctl)")
 
     parser = verbs.add("uncordon", "let devices be leased again", uncordon)
     parser.add_argument("devices", nargs="+", metavar="DEVICE")

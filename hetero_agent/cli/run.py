@@ -118,8 +118,8 @@ class _Run:
         status = self._command.status
         assert status is not None
         if self._ended or (self._lost and status):
-            what = f"lease ended ({self._ended})" if self._ended else "devices of the lease were lost"
-            _say(f"{what} while the command ran; the command ended with {status}")
+            what = f"the lease ended ({self._ended})" if self._ended else "the lease lost devices"
+            _say(f"{what} while the command ran; it ended with {status}")
             return exitcodes.LEASE_LOST
         return status
 
