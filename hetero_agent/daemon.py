@@ -34,6 +34,7 @@ from hetero_agent.discovery.source import KernelSource
 from hetero_agent.engine import Engine, instant
 from hetero_agent.holders.edge import HolderEdge
 from hetero_agent.providers.registry import Registry
+from hetero_agent.store.database import StoreUnusable
 from hetero_agent.store.lasting import SqliteLasting
 from hetero_agent.store.ledger import SqliteLedger
 from hetero_agent.supervision import Notifier, Watchdog, interval_from_env
@@ -144,6 +145,10 @@ class Daemon:
             self.notifier.ready()
             self.bus.publisher.start()
             await self._live()
+        except StoreUnusable as error:
+            # a new start would find the same: the unit does not restart this status
+            log.error("%s", printable(error, 512))
+            return 2
         except OSError as error:
             log.error("%s", printable(error, 512))
             return 1
@@ -327,7 +332,8 @@ async def _run(places: Places, config: Config, handler: loghandler.LogHandler) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit status: 0 stopped, 1 failed, 2 bad configuration."""
+    """The entry point; returns the exit status: 0 stopped, 1 failed, 2 can't start until somebody
+    mends the configuration or the store's version."""
     places = parse(arguments)
     try:
         config = configuration.load(places.config)
