@@ -63,6 +63,7 @@ class Callers:
         self._connection = connection
         self._identify = identify
         self._known: OrderedDict[str, Caller] = OrderedDict()
+        self._asking: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._workers = ThreadPoolExecutor(4, "bus-callers")
 
@@ -73,9 +74,11 @@ class Callers:
     def forget(self, bus_name: str) -> None:
         """The connection is gone."""
         self._known.pop(bus_name, None)
+        self._asking.discard(bus_name)
 
     def ask(self, bus_name: str, done: Callable[[Caller | None], None]) -> None:
         """Find out who it is and call DONE on the loop; None if the bus does not say."""
+        self._asking.add(bus_name)
         task = asyncio.get_running_loop().create_task(self._ask(bus_name, done))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -98,10 +101,11 @@ class Callers:
             caller = await self._fetch(bus_name)
         except (CallFailed, KeyError, TypeError, ValueError) as error:
             log.info("no credentials of %s: %s", bus_name, error)
-        if caller is not None:
+        if caller is not None and bus_name in self._asking:
             self._known[bus_name] = caller
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
+        self._asking.discard(bus_name)
         done(caller)
 
     async def _fetch(self, bus_name: str) -> Caller:

@@ -136,7 +136,7 @@ class Connection(MessageBus):
         check_version()
         try:
             super().__init__(bus_address=address, negotiate_unix_fd=False)
-        except InvalidAddressError as error:
+        except (InvalidAddressError, ValueError) as error:
             raise TransportError(f"bus address {printable(address)}: {printable(error)}") from error
         except OSError as error:
             raise TransportError(f"cannot connect to the bus at {printable(address)}: {error}") from error
@@ -307,6 +307,7 @@ class Connection(MessageBus):
         """Read the header fields; return whether the message can be used."""
         unpack = (_U32 if message.little else struct.Struct(">I")).unpack_from
         position = 16
+        usable = METHOD_CALL <= message.kind <= SIGNAL
         try:
             while position < end:
                 position += -position & 7
@@ -327,13 +328,15 @@ class Connection(MessageBus):
                 else:
                     value, position = codec.decode_at("v", data[:end], position + 1, message.little)
                 slot = _FIELDS.get(code)
-                if slot is not None:
-                    if not isinstance(value, int if slot == "reply_serial" else str):
-                        return False
+                if slot is None:
+                    continue
+                if isinstance(value, int if slot == "reply_serial" else str):
                     setattr(message, slot, value)
+                else:
+                    usable = False
         except (IndexError, ValueError, struct.error):
             return False
-        return position <= end and METHOD_CALL <= message.kind <= SIGNAL
+        return usable and position <= end
 
     def _reject(self, message: Incoming, name: str, text: str) -> None:
         if message.kind == METHOD_CALL and message.sender:

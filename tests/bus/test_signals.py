@@ -208,16 +208,16 @@ def test_reports(bus: PrivateBus, monkeypatch: Any) -> None:
 
 
 def test_a_resource_without_devices_leaves_the_report(bus: PrivateBus) -> None:
-    with Service(bus, devices=[record(0), replace(record(1), resource="a.b/c")]) as service:
-        with Client(bus) as client:
-            service.do(lambda: service.observe(gone=[record(1).id]))
-            wait_until(
-                lambda: (
-                    client.signals(names.MANAGER, "Report")
-                    and client.signals(names.MANAGER, "Report")[-1].body[4].keys() == {RESOURCE}
-                ),
-                what="a report without it",
-            )
+    devices = [record(0), replace(record(1), resource="a.b/c")]
+    with Service(bus, devices=devices) as service, Client(bus) as client:
+        service.do(lambda: service.observe(gone=[record(1).id]))
+        wait_until(
+            lambda: (
+                client.signals(names.MANAGER, "Report")
+                and client.signals(names.MANAGER, "Report")[-1].body[4].keys() == {RESOURCE}
+            ),
+            what="a report without it",
+        )
 
 
 def test_health_event(bus: PrivateBus) -> None:
