@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from hetero_agent.cli import exitcodes
@@ -42,7 +43,8 @@ def register(verbs: Verbs) -> None:
     binding_options(parser)
 
     parser = verbs.add("release", "give leases back", release)
-    parser.add_argument("leases", nargs="+", metavar="LEASE")
+    parser.add_argument("leases", nargs="*", metavar="LEASE")
+    parser.add_argument("--all", action="store_true", help="all of yours; as root, all there are")
 
     parser = verbs.add("explain", "say what allocate would do now, device by device", explain)
     request_options(parser)
@@ -118,15 +120,25 @@ async def confirm(client: Client, args: argparse.Namespace, out: Printer) -> int
 
 async def release(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Give leases back."""
+    from hetero_agent.cli.complaints import Complaint  # noqa: PLC0415
     from hetero_agent.client.results import lease_of as lease_id_of  # noqa: PLC0415
 
+    if bool(args.leases) == args.all:
+        what = "leases or --all, not both" if args.all else "no lease to release"
+        raise Complaint(exitcodes.USAGE, what, (), "heteroctl release LEASE ..., or --all", "usage")
+    given = args.leases
+    if args.all:
+        user = os.geteuid()
+        given = [one.path for one in await client.leases() if one.alive and user in (0, one.uid)]
     released = []
-    for name in args.leases:
+    for name in given:
         path = await client.lease_path(name)
         released.append({"lease": lease_id_of(path), "changed": await client.release(path)})
     if out.as_json:
         out.document(released)
         return exitcodes.OK
+    if not released:
+        out.line("no leases to release")
     for one in released:
         lease = short(str(one["lease"]))
         out.line(f"lease {lease} released" if one["changed"] else f"lease {lease} had ended already")
