@@ -7,7 +7,6 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 
@@ -89,11 +88,10 @@ class Interface:
 
 def directory() -> Path:
     """Where the interface files are: in the installed package, else ``dbus/`` of the checkout."""
-    try:
-        found = Path(str(files("hetero_agent.interfaces")))
-    except ModuleNotFoundError:
-        found = Path(__file__).resolve().parents[2] / "dbus"
-    return found
+    here = Path(__file__).resolve()
+    # it has no __init__.py, so importlib.resources would not give a path
+    installed = here.parents[1] / "interfaces"
+    return installed if installed.is_dir() else here.parents[2] / "dbus"
 
 
 @lru_cache(maxsize=1)
