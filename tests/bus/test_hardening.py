@@ -16,6 +16,7 @@ from dbus_next import MessageFlag, MessageType, Variant
 
 from hetero_agent import names
 from hetero_agent.bus import codec
+from hetero_agent.bus.transport import Incoming
 from hetero_agent.core.events import OwnerGone
 from tests.support.agent import GROUP_GID, MEMBER
 from tests.support.bus import PrivateBus
@@ -65,6 +66,24 @@ def _bystander(bus: PrivateBus) -> Iterator[list[float]]:
     assert times, "the bystander was never answered"
 
 
+@contextmanager
+def _lag(service: Service) -> Iterator[list[float]]:
+    """Yields the gaps between turns of the agent's loop beyond 10 ms, in seconds."""
+    gaps = [0.0]
+    stop = threading.Event()
+
+    async def watch() -> None:
+        while not stop.is_set():
+            begin = time.monotonic()
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - begin - 0.01)
+
+    task = service.do(lambda: asyncio.get_running_loop().create_task(watch()))
+    yield gaps
+    stop.set()
+    wait_until(task.done, what="the watch's end")
+
+
 def _alive(service: Service) -> None:
     assert not service.service.lost.done(), service.service.lost.result()
     service.run(service.service.ping())
@@ -81,13 +100,14 @@ def test_29_mib_are_refused_without_decoding(bus: PrivateBus) -> None:
     with Service(bus, devices=[record(0)]) as service, RawClient(bus) as attacker:
         messages = [_big(attacker, 29 * 1024 * 1024, member) for member in ("Explain", "GetConflicts")]
         before = _rss()
-        with _bystander(bus) as times:
+        # the bus itself checks every value of the message, which takes it a second
+        with _lag(service) as gaps:
             for serial, data in messages:
                 attacker.socket.sendall(data)
                 reply = attacker.receive(serial)
                 assert reply.error_name == "org.freedesktop.DBus.Error.LimitsExceeded"
                 assert "65536" in reply.body[0]
-        assert max(times) < 1
+        assert max(gaps) < 0.5
         assert _rss() - before < 20
         assert service.service.stats()["oversized"] == 2
         _alive(service)
@@ -221,7 +241,15 @@ def test_a_forged_name_owner_changed_does_nothing(policy: str) -> None:
         ):
             options = {"connection": V("b", True), "confirm": V("b", True)}
             lease, _ = victim.allocate("r", RESOURCE, 1, options)
-            own = service.service._connection.unique_name
+            connection = service.service._connection
+            own, handle = connection.unique_name, connection.on_signal
+            senders: list[str] = []
+
+            def spy(message: Incoming) -> None:
+                senders.append(message.sender)
+                handle(message)
+
+            connection.on_signal = spy
             for destination in (own, names.BUS_NAME):
                 for path in ("/org/freedesktop/DBus", "/x"):
                     attacker.send(
@@ -243,6 +271,7 @@ def test_a_forged_name_owner_changed_does_nothing(policy: str) -> None:
                         kind=MessageType.SIGNAL,
                     )
             attacker.call(names.ROOT, PEER, "Ping")
+            assert senders.count(attacker.unique_name) == (8 if policy else 0)
             assert victim.properties(lease, names.LEASE)["State"] == "active"
             assert service.service._callers.get(victim.unique_name) is not None
             _alive(service)
@@ -258,7 +287,7 @@ def test_a_forged_name_owner_changed_does_nothing(policy: str) -> None:
 def test_an_8_mib_signal_is_thrown_away(bus: PrivateBus) -> None:
     open_bus = PrivateBus(extra=OPEN)
     try:
-        with Service(open_bus) as service, RawClient(open_bus) as attacker, _bystander(open_bus) as times:
+        with Service(open_bus) as service, RawClient(open_bus) as attacker, _lag(service) as gaps:
             serial, data = attacker.frame("/x", "a.b", "S", "av", [[]], kind=MessageType.SIGNAL)
             del serial
             size = 8 * 1024 * 1024
@@ -266,7 +295,7 @@ def test_an_8_mib_signal_is_thrown_away(bus: PrivateBus) -> None:
             attacker.socket.sendall(data[:4] + struct.pack("<I", len(body)) + data[8:-4] + body)
             wait_until(lambda: service.service.stats()["oversized"] == 1, what="the signal dropped")
             _alive(service)
-        assert max(times) < 1
+        assert max(gaps) < 0.5
     finally:
         open_bus.close()
 

@@ -1,0 +1,213 @@
+"""Bindings: who may bind what, and the end of connections and units."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_agent import names
+from hetero_agent.bus import units
+from hetero_agent.bus.callers import groups_of
+from hetero_agent.bus.transport import SIGNAL, Incoming
+from hetero_agent.core.events import OwnerGone
+from hetero_agent.core.model import Binding, ConnectionRef, UnitRef
+from tests.support.agent import GROUP_GID, MEMBER, OTHER_MEMBER
+from tests.support.bus import PrivateBus
+from tests.support.bus_service import RESOURCE, Service, record
+from tests.support.calls import CallError, Client, V
+from tests.support.systemd import POLICY, FakeSystemd
+from tests.support.wait import wait_until
+
+RUN = "0" * 31 + "1"
+NEXT_RUN = "0" * 31 + "2"
+UNIT = "job.service"
+
+
+@pytest.fixture
+def unit_bus() -> Iterator[PrivateBus]:
+    private = PrivateBus(extra=POLICY)
+    yield private
+    private.close()
+
+
+def _gone(service: Service) -> list[tuple[str, str]]:
+    return [(one.lease, one.how) for one in service.events if isinstance(one, OwnerGone)]
+
+
+def _state(client: Client, lease: str) -> str:
+    return str(client.properties(lease, names.LEASE)["State"])
+
+
+def test_a_connection_that_ends(bus: PrivateBus) -> None:
+    with Service(bus, devices=[record(0)]) as service, Client(bus) as observer:
+        with Client(bus, MEMBER, [GROUP_GID], listen=False) as client:
+            lease, _ = client.allocate("r", RESOURCE, 1, {"connection": V("b", True)})
+            assert client.call(lease, names.LEASE, "GetBinding") == {"connection": client.unique_name}
+            client.confirm("c", lease)
+            assert client.call(lease, names.LEASE, "GetBinding") == {"connection": client.unique_name}
+            client.kill()
+            ended = observer.wait_for_signal(names.MANAGER, "LeaseEnded")
+            assert ended.body == (lease, "owner-gone")
+        assert _gone(service) == [(names.lease_id_of(lease), "connection")]
+
+
+def test_connections_of_the_past(bus: PrivateBus) -> None:
+    with Service(bus) as service, Client(bus) as client:
+        owners, guid = service.service.owners, bus.guid
+        service.do(owners.watch, "lives", Binding(connection=ConnectionRef(client.unique_name, guid)))
+        service.do(owners.watch, "never", Binding(connection=ConnectionRef(":1.99999", guid)))
+        service.do(owners.watch, "other bus", Binding(connection=ConnectionRef(client.unique_name, "0" * 32)))
+        wait_until(lambda: len(_gone(service)) == 2, what="two ends")
+        assert sorted(_gone(service)) == [("never", "connection"), ("other bus", "connection")]
+        service.do(owners.watch, "forgotten", Binding(connection=ConnectionRef(client.unique_name, guid)))
+        service.do(owners.unwatch, "forgotten")
+        client.kill()
+        wait_until(lambda: len(_gone(service)) == 3, what="the third end")
+        assert _gone(service)[2] == ("lives", "connection")
+        assert service.do(lambda: (dict(owners._bound), dict(owners._leases))) == ({}, {})
+
+
+def test_which_processes_may_be_bound(bus: PrivateBus) -> None:
+    with (
+        Service(bus, devices=[record(0), record(1)]),
+        Client(bus, MEMBER, [GROUP_GID], listen=False) as client,
+        Client(bus, OTHER_MEMBER, [GROUP_GID], listen=False) as other,
+        Client(bus, listen=False) as root,
+    ):
+        for pid, error in ((other.pid, "NotAuthorized"), (1, "NotAuthorized"), (2**31 - 1, "InvalidArgument")):
+            with pytest.raises(CallError) as caught:
+                client.allocate("r", RESOURCE, 1, {"pid": V("u", pid)})
+            assert caught.value.name == error
+        lease, _ = client.allocate("r", RESOURCE, 1, {"pid": V("u", client.pid)})
+        bound = client.call(lease, names.LEASE, "GetBinding")
+        start = int(Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        assert bound == {"pid": client.pid, "start": start}
+        with pytest.raises(CallError) as caught:
+            client.confirm("c", lease, {"pid": V("u", other.pid)})
+        assert caught.value.name == "NotAuthorized"
+        assert client.call(lease, names.LEASE, "GetBinding") == bound
+        root.confirm("c", lease, {"pid": V("u", other.pid), "ttl": V("t", 60_000_000)})
+        bound = client.call(lease, names.LEASE, "GetBinding")
+        assert (bound["pid"], bound["ttl"]) == (other.pid, 60_000_000)
+        assert client.properties(lease, names.LEASE)["Deadline"] > 0
+
+
+def test_units_without_systemd(bus: PrivateBus) -> None:
+    with Service(bus, devices=[record(0)]), Client(bus, listen=False) as root:
+        with pytest.raises(CallError) as caught:
+            root.allocate("r", RESOURCE, 1, {"unit": V("s", UNIT)})
+        assert caught.value.name == "NotSupported"
+        assert "systemd is not on this bus" in caught.value.text
+
+
+def test_units_of_others(bus: PrivateBus) -> None:
+    with Service(bus, devices=[record(0)]), Client(bus, MEMBER, [GROUP_GID], listen=False) as client:
+        with pytest.raises(CallError) as caught:
+            client.allocate("r", RESOURCE, 1, {"unit": V("s", "sshd.service")})
+        assert caught.value.name == "NotAuthorized"
+
+
+def test_a_unit_that_is_not_running(unit_bus: PrivateBus) -> None:
+    with (
+        FakeSystemd(unit_bus) as systemd,
+        Service(unit_bus, devices=[record(0)]),
+        Client(unit_bus, listen=False) as root,
+    ):
+        systemd.units["dead.service"] = ("inactive", RUN)
+        for unit, says in (("dead.service", "is inactive; start it first"), ("no.service", "is not running")):
+            with pytest.raises(CallError) as caught:
+                root.allocate("r", RESOURCE, 1, {"unit": V("s", unit)})
+            assert caught.value.name == "InvalidArgument"
+            assert says in caught.value.text
+
+
+@pytest.mark.parametrize("end", ["inactive", "failed", "started anew", "removed"])
+def test_the_end_of_a_unit(unit_bus: PrivateBus, end: str) -> None:
+    with (
+        FakeSystemd(unit_bus) as systemd,
+        Service(unit_bus, devices=[record(0)]) as service,
+        Client(unit_bus) as root,
+    ):
+        systemd.units[UNIT] = ("active", RUN)
+        options = {"unit": V("s", UNIT), "confirm": V("b", True)}
+        lease, _ = root.allocate("r", RESOURCE, 1, options)
+        assert root.call(lease, names.LEASE, "GetBinding") == {"unit": UNIT, "invocation": RUN}
+        wait_until(lambda: systemd.subscribed == 1, what="the subscription")
+        systemd.set(UNIT, "reloading", RUN)
+        systemd.set(UNIT, "active", RUN)
+        wait_until(
+            lambda: service.do(lambda: not service.service.owners.units._tasks), what="the checks to end"
+        )
+        assert _state(root, lease) == "active"
+        if end == "removed":
+            systemd.remove(UNIT)
+        elif end == "started anew":
+            systemd.set(UNIT, "active", NEXT_RUN)
+        else:
+            systemd.set(UNIT, end, RUN)
+        ended = root.wait_for_signal(names.MANAGER, "LeaseEnded")
+        assert ended.body == (lease, "owner-gone")
+        assert _gone(service) == [(names.lease_id_of(lease), "unit")]
+
+
+def test_a_unit_that_ended_before_it_was_watched(unit_bus: PrivateBus) -> None:
+    with FakeSystemd(unit_bus) as systemd, Service(unit_bus) as service:
+        systemd.units[UNIT] = ("active", NEXT_RUN)
+        service.do(service.service.owners.watch, "past", Binding(unit=UnitRef(UNIT, RUN)))
+        service.do(service.service.owners.watch, "never", Binding(unit=UnitRef("no.service", RUN)))
+        service.do(service.service.owners.watch, "now", Binding(unit=UnitRef(UNIT, NEXT_RUN)))
+        wait_until(lambda: len(_gone(service)) == 2, what="two ends")
+        assert sorted(_gone(service)) == [("never", "unit"), ("past", "unit")]
+
+
+def test_systemd_that_does_not_answer_ends_nothing(
+    unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "_TIMEOUT", 0.1)
+    monkeypatch.setattr(units, "_RETRY", 0.1)
+    with Service(unit_bus) as service:
+        with FakeSystemd(unit_bus) as systemd:
+            systemd.units[UNIT] = ("active", RUN)
+            systemd.mute = True
+            service.do(service.service.owners.watch, "l", Binding(unit=UnitRef(UNIT, RUN)))
+            wait_until(lambda: service.do(lambda: len(service.service._connection._pending)) > 0, what="a call")
+        # a systemd that has gone (daemon-reexec) and come back is asked again
+        with FakeSystemd(unit_bus) as systemd:
+            systemd.units[UNIT] = ("active", RUN)
+            wait_until(lambda: systemd.subscribed > 0, what="the new subscription")
+            assert _gone(service) == []
+            systemd.set(UNIT, "failed", RUN)
+            wait_until(lambda: _gone(service) == [("l", "unit")], what="the end")
+
+
+def test_a_signal_that_is_not_systemds_is_only_a_hint(unit_bus: PrivateBus) -> None:
+    with FakeSystemd(unit_bus) as systemd, Service(unit_bus, devices=[record(0)]) as service:
+        systemd.units[UNIT] = ("active", RUN)
+        service.do(service.service.owners.watch, "l", Binding(unit=UnitRef(UNIT, RUN)))
+        wait_until(lambda: systemd.subscribed == 1, what="the subscription")
+        forged = Incoming(SIGNAL, 0, 1, True)
+        forged.interface, forged.member = "org.freedesktop.DBus.Properties", "PropertiesChanged"
+        forged.path, forged.sender = FakeSystemd.path(UNIT), ":1.666"
+        service.do(service.service.owners.units.signal, forged)
+        wait_until(
+            lambda: service.do(lambda: not service.service.owners.units._tasks), what="the checks to end"
+        )
+        assert _gone(service) == []
+
+
+def test_the_caller_is_known_by_uid_pid_and_groups(bus: PrivateBus) -> None:
+    with Service(bus) as service, Client(bus, MEMBER, [GROUP_GID, 44], listen=False) as client:
+        client.manager("GetSnapshot", "u", 0)
+        caller = service.service._callers.get(client.unique_name)
+        assert caller is not None
+        assert (caller.uid, caller.pid) == (MEMBER, client.pid)
+        assert {GROUP_GID, 44} <= caller.groups
+        assert os.getgid() not in caller.groups
+
+
+def test_groups_from_proc_where_the_bus_does_not_tell_them() -> None:
+    assert set(groups_of(os.getpid())) == {*os.getresgid(), os.getgid(), *os.getgroups()}
+    assert groups_of(2**30) == ()
