@@ -50,13 +50,16 @@ class GrantTable:
 @dataclass(frozen=True, slots=True)
 class ReclaimTable:
     """``[reclaim]``: seconds until an unproven return is a fault, from TERM to KILL, between a
-    stranger's two sightings, between full scans; and what happens to strangers."""
+    stranger's two sightings, between full scans; what happens to strangers; and whose processes
+    there are: all of the ``host``, or, in a container that alone has the devices, those of the
+    agent's ``own`` pid namespace."""
 
     deadline: float = 60.0
     kill_after: float = 10.0
     occupied_after: float = 2.0
     scan_interval: float = 60.0
     orphans: str = "wait"
+    pid_namespace: str = "host"
     system_holders: tuple[str, ...] = (
         "nvidia-persistenced.service",
         "display-manager.service",
@@ -114,6 +117,7 @@ class Config:
 _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("agent", "log-level"): ("debug", "info", "notice", "warning", "err"),
     ("reclaim", "orphans"): ("wait", "kill"),
+    ("reclaim", "pid-namespace"): ("host", "own"),
     ("discovery", "udev-source"): ("auto", "udev", "kernel"),
 }
 

@@ -88,6 +88,11 @@ def settings_of(config: Config) -> Settings:
     )
 
 
+def _contained(config: Config) -> bool:
+    """Tell whether the agent's own pid namespace has all processes that could hold a device."""
+    return config.reclaim.pid_namespace == "own"
+
+
 class Daemon:
     """One life of the agent.  `run` returns the exit status."""
 
@@ -105,7 +110,7 @@ class Daemon:
         self.engine.effects_timeout = config.grant.effects_timeout
         self.engine.on_stored = self.audit.wake
         submit, now = self.engine.submit, self.engine.now
-        self.holders = HolderEdge(submit, now, self._protected)
+        self.holders = HolderEdge(submit, now, self._protected, _contained(config))
         self.kernel = KernelSource(config.discovery, places.profiles, submit, now)
         self.registry = Registry(
             config.providers, config.limits, submit, now, self.governor.epoch, self._source_of
@@ -252,7 +257,8 @@ class Daemon:
         found = []
         if self.engine.store_problem:
             found.append(f"ledger: {self.engine.store_problem}")
-        found += [problem for problem in (self.lasting.problem, self.audit.problem) if problem]
+        edges = (self.lasting.problem, self.audit.problem, self.holders.problem)
+        found += [problem for problem in edges if problem]
         if self.places.sources != "none":
             found += self.kernel.problems()
         return found
@@ -273,6 +279,7 @@ class Daemon:
         else:
             self.config = config
             self.governor.configure(settings_of(config))
+            self.holders.configure(_contained(config))
             self.engine.configure(config.grant.effects_timeout, config.reclaim.scan_interval)
             self.registry.reload(config)
             self.door.reload()

@@ -150,6 +150,7 @@ def _devices(snapshot: Snapshot) -> list[Finding]:
     for state, level, step in (
         ("faulty", "wrong", "heteroctl history DEVICE says since when; heteroctl holders DEVICE who has it"),
         ("lost", "wrong", "it was unplugged or lost its driver while leased: look at the kernel log"),
+        ("probing", "wrong", "systemctl status hetero-agent says why nobody can tell who has it open"),
         ("occupied", "wrong", "heteroctl holders DEVICE names who uses it without a lease"),
         ("offline", "note", ""),
     ):

@@ -22,8 +22,9 @@ class HolderEdge:
     """Scans, watches and signals; loop thread only.
 
     PROTECTED gives pids that are never signalled beside pid 1, the agent and its workers: the
-    bus daemon's.  DEADLINE is what reading one process may take, in seconds, before it counts
-    as blocked.  COMMAND starts a scan worker (see `host.COMMAND`).
+    bus daemon's.  CONTAINED: no process outside the agent's pid namespace counts.  DEADLINE is
+    what reading one process may take, in seconds, before it counts as blocked.  COMMAND starts a
+    scan worker (see `host.COMMAND`).
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class HolderEdge:
         submit: Submit,
         now: Callable[[], Instant],
         protected: Callable[[], set[int]],
+        contained: bool = False,
         deadline: float = 1.0,
         command: Sequence[str] = host.COMMAND,
     ) -> None:
@@ -38,7 +40,7 @@ class HolderEdge:
         self._nodes = NodeWatch(submit, now)
         self._processes = ProcessWatch(submit, now)
         self._ending = Ending(self._host, submit, now, protected)
-        self._scanner = Scanner(self._host, submit, now, self._nodes.settled, self._nodes.drain)
+        self._scanner = Scanner(self._host, submit, now, self._nodes.settled, self._nodes.drain, contained)
         self._deaf = ""
 
     async def start(self) -> None:
@@ -53,6 +55,16 @@ class HolderEdge:
             self._host.start()
         except host.LostError as error:
             _log.error("%s", error)
+
+    def configure(self, contained: bool) -> None:
+        """Go by another CONTAINED from the next scan on."""
+        self._scanner.contained = contained
+
+    @property
+    def problem(self) -> str:
+        """Why the last scan is not complete, so that no device is granted; "" if it is."""
+        failing = self._scanner.failing
+        return f"who holds devices can't be told: {failing}" if failing else ""
 
     async def stop(self) -> None:
         """End everything; nothing is submitted and nobody signalled afterwards."""

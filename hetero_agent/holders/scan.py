@@ -234,16 +234,20 @@ def pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
-def blindness() -> str:
-    """Return why /proc can't show every process of the host, "" if nothing says so.
+def blindness(contained: bool = False) -> str:
+    """Return why /proc can't show every process of the host, or, if CONTAINED, of the agent's own
+    pid namespace; "" if nothing says so.
 
     0xEFFFFFFC is the inode of the initial pid namespace (PROC_PID_INIT_INO, linux/nsfs.h).
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             return "/proc belongs to another pid namespace than the agent"
-        if os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC:
-            return "the agent runs in a pid namespace: processes outside can't be seen"
+        if not contained and os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC:
+            return (
+                "the agent runs in a pid namespace: processes outside can't be seen; if no other process"
+                ' can reach its devices, set pid-namespace = "own" in [reclaim]'
+            )
         with proc.opened(os.getpid()) as base:
             mounts = proc.read("mountinfo", base).decode("utf-8", "replace")
             sees_all = _has_ptrace(proc.read("status", base))
@@ -293,8 +297,10 @@ def scan(
     targets: Mapping[str, Sequence[NodeKey]],
     skip: Collection[int] = (),
     announce: Callable[[int], None] = lambda _: None,
+    contained: bool = False,
 ) -> dict[str, Any]:
     """Walk all processes but this one and those of SKIP; call ANNOUNCE with each pid before.
+    CONTAINED: those of this pid namespace are all.
 
     Returns ``started`` (boot µs, before the first look), ``processes`` (see `describe`),
     ``uninspected`` (pid and uid of those that can't be read), ``seen`` (how many were looked
@@ -328,7 +334,7 @@ def scan(
         "processes": processes,
         "uninspected": uninspected,
         "seen": len(seen) - passed,
-        "blind": blindness(),
+        "blind": blindness(contained),
         "took": boottime() - started,
     }
 

@@ -52,6 +52,7 @@ class _Blocked:
 class Scanner:
     """Coalesces requests, repeats scans that a blocked process spoiled, remembers first sightings.
 
+    CONTAINED: the processes of the agent's own pid namespace are all that could hold a device.
     BEFORE is awaited ahead of each scan; AFTER is called ahead of each Scanned, so that opens
     the kernel has already told of are submitted before the proof that they may spoil.
     """
@@ -63,6 +64,7 @@ class Scanner:
         now: Callable[[], Instant],
         before: Callable[[], Awaitable[None]],
         after: Callable[[], None],
+        contained: bool = False,
     ) -> None:
         self._host = host
         self._submit = submit
@@ -74,6 +76,8 @@ class Scanner:
         self._blocked: dict[int, _Blocked] = {}
         self._since: dict[str, dict[tuple[int, int], int]] = {}
         self.last: dict[str, Any] = {}
+        self.contained = contained
+        self.failing = ""
 
     def request(self, targets: Mapping[str, tuple[Node, ...]]) -> None:
         """Scan TARGETS with the next scan, which begins after this call."""
@@ -109,6 +113,9 @@ class Scanner:
                 except Exception as error:  # a scan that fails must be heard of, whatever it was
                     _log.exception("holder scan failed")
                     scanned = self._failure(batch, f"internal error: {printable(error)}")
+                if scanned.failed and scanned.failed != self.failing:
+                    _log.warning("who holds devices can't be told: %s", scanned.failed)
+                self.failing = scanned.failed
                 self._after()
                 self._submit(scanned)
                 # requests without end get half of a worker's time, not all of it
@@ -124,7 +131,7 @@ class Scanner:
         while True:
             skipped = self._left_out(loop.time())
             try:
-                answer = await self._host.ask({"scan": targets, "skip": skipped})
+                answer = await self._host.ask({"scan": targets, "skip": skipped, "contained": self.contained})
             except StuckError as stuck:
                 self._note(stuck.pid, loop.time())
                 if loop.time() > end:

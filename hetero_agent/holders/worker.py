@@ -3,8 +3,8 @@
 Started by `host` as ``worker.main(PROGRESS_FD)`` with its end of a socket pair as descriptor 0.
 Frames both ways are a length (4 bytes, big-endian) and that much JSON.  Requests:
 
-- ``{"scan": {device: [[kind, a, b], ...]}, "skip": [pid, ...]}`` is answered with what
-  `scan.scan` returns;
+- ``{"scan": {device: [[kind, a, b], ...]}, "skip": [pid, ...], "contained": bool}`` is answered
+  with what `scan.scan` returns;
 - ``{"check": pid, "nodes": [[kind, a, b], ...]}`` with ``{"holds": bool, "start": ticks}``, or
   ``{"error": text}`` if the process can't be read (any more).
 
@@ -62,7 +62,7 @@ class Worker:
         """Carry out one request."""
         if "check" in request:
             return self._check(request["check"], request["nodes"])
-        return scan.scan(_targets(request["scan"]), request["skip"], self.announce)
+        return scan.scan(_targets(request["scan"]), request["skip"], self.announce, request["contained"])
 
     def _check(self, pid: int, nodes: list[list[Any]]) -> dict[str, Any]:
         self.announce(pid)

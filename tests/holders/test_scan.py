@@ -261,8 +261,16 @@ _BLIND = "from hetero_agent.holders import scan; print(scan.blindness())"
 
 def test_a_pid_namespace_blinds() -> None:
     inside = run_python(_BLIND, ["unshare", "--pid", "--fork", "--mount-proc"])
-    assert inside == "the agent runs in a pid namespace: processes outside can't be seen"
+    assert inside.startswith("the agent runs in a pid namespace: processes outside can't be seen; if no")
     assert scan.blindness() == ""
+
+
+def test_a_pid_namespace_that_has_all_processes_does_not_blind() -> None:
+    code = _BLIND.replace("()", "(contained=True)")
+    assert run_python(code, ["unshare", "--pid", "--fork", "--mount-proc"]) == ""
+    assert run_python(code, ["unshare", "--pid", "--fork"]) == (
+        "/proc belongs to another pid namespace than the agent"
+    )
 
 
 def test_proc_of_another_namespace_blinds() -> None:
