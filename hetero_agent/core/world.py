@@ -125,6 +125,7 @@ class World:
 
     def undo(self) -> None:
         """Put back all that changed since `begin`."""
+        self.outcome = Outcome()
         while self._undo:
             self._undo.pop()()
         self.outcome = Outcome()
