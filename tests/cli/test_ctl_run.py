@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent import AgentProcess, SimProcess
+from tests.cli.conftest import Station
 from tests.support.ctl import Ctl
 from tests.support.process import PYTHON, scratch
 from tests.support.wait import wait_until
@@ -30,18 +30,6 @@ count = 3
 id = "fpga-0"
 resource = "example.com/fpga"
 """
-
-
-@pytest.fixture
-def ctl(agent: AgentProcess) -> Iterator[Ctl]:
-    sim = SimProcess(agent, SCENARIO)
-    try:
-        sim.start()
-        one = Ctl(agent.bus.address, sim=sim.socket)
-        wait_until(lambda: list(states(one).values()) == ["idle"] * 4, what="four idle devices")
-        yield one
-    finally:
-        sim.close()
 
 
 @pytest.fixture
@@ -407,7 +395,7 @@ def test_a_lease_that_ends_under_the_command_is_79(ctl: Ctl, place: Path) -> Non
     assert err == "heteroctl: the lease ended (released) while the command ran; it ended with 0\n"
 
 
-def test_a_fault_that_kills_is_79(ctl: Ctl, place: Path, agent: AgentProcess) -> None:
+def test_a_fault_that_kills_is_79(ctl: Ctl, place: Path) -> None:
     """on-fault=kill: the lease fails, and its processes that hold the device are ended."""
     code = "fd = os.open(os.environ['NODE'], os.O_RDONLY)\n" + SLEEP
     (shown,) = ctl.json("show", "npu-0")
@@ -443,7 +431,8 @@ def test_an_unplugged_device_is_told(ctl: Ctl, place: Path, status: int, code: i
         assert run.ended()[0] == code
 
 
-def test_the_agent_may_restart_meanwhile(ctl: Ctl, place: Path, agent: AgentProcess) -> None:
+def test_the_agent_may_restart_meanwhile(own: Station, place: Path) -> None:
+    ctl, agent = own.ctl(), own.agent
     code = READY + "while not os.path.exists(place + '/go'): time.sleep(0.01)\nsys.exit(7)\n"
     with Running(ctl, place, code) as run:
         (lease,) = leases(ctl)
@@ -456,7 +445,8 @@ def test_the_agent_may_restart_meanwhile(ctl: Ctl, place: Path, agent: AgentProc
         assert run.ended() == (7, "")
 
 
-def test_the_agent_may_be_gone_when_the_command_ends(ctl: Ctl, place: Path, agent: AgentProcess) -> None:
+def test_the_agent_may_be_gone_when_the_command_ends(own: Station, place: Path) -> None:
+    ctl, agent = own.ctl(), own.agent
     code = READY + "while not os.path.exists(place + '/go'): time.sleep(0.01)\nsys.exit(7)\n"
     with Running(ctl, place, code) as run:
         agent.terminate()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hetero_agent import names
-from tests.support.agent import GROUP_GID, MEMBER, OUTSIDER, AgentProcess, SimProcess
+from tests.cli.conftest import Station
+from tests.support.agent import GROUP_GID, MEMBER, OUTSIDER, AgentProcess
 from tests.support.ctl import Ctl
 from tests.support.wait import wait_until
 
@@ -46,18 +47,6 @@ model = "Big one"
 id = "fpga-0"
 resource = "example.com/fpga"
 """
-
-
-@pytest.fixture
-def ctl(agent: AgentProcess) -> Iterator[Ctl]:
-    sim = SimProcess(agent, SCENARIO)
-    try:
-        sim.start()
-        one = Ctl(agent.bus.address, sim=sim.socket)
-        wait_until(lambda: len(states(one)) == 4 and set(states(one).values()) == {"idle"}, what="four devices")
-        yield one
-    finally:
-        sim.close()
 
 
 def states(ctl: Ctl) -> dict[str, str]:
@@ -388,7 +377,8 @@ def test_cordon_and_uncordon(ctl: Ctl, agent: AgentProcess) -> None:
 
 
 # -- watch ----------------------------------------------------------------------------------------
-def test_watch_prints_what_happens(ctl: Ctl, agent: AgentProcess) -> None:
+def test_watch_prints_what_happens(own: Station) -> None:
+    ctl, agent = own.ctl(), own.agent
     log = agent.directory / "watched"
     with log.open("w") as out:
         process = ctl.spawn("watch", "--json", stdout=out)
@@ -436,7 +426,7 @@ def test_watch_of_one_device_as_text_with_an_end(ctl: Ctl) -> None:
 
 
 def test_watch_of_reports(ctl: Ctl) -> None:
-    process = ctl.spawn("watch", "--reports", "--max", "4")
+    process = ctl.spawn("watch", "--reports", "--max", "12")
 
     def poke() -> bool:
         ctl("cordon", "npu-0")
@@ -484,5 +474,6 @@ def test_sim(ctl: Ctl) -> None:
     ctl("sim", "hang", "--seconds", "0.1")
     ctl("sim", "recover")
     ctl("sim", "remove", "one")
+    ctl("sim", "remove", "part")
     wait_until(lambda: "one" not in states(ctl))
     assert "heteroctl: the simulator refuses: " in ctl("sim", "remove", "one", code=1).err
