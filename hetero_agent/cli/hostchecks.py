@@ -82,10 +82,10 @@ def policy(files: Iterable[Path] = POLICY_FILES) -> Finding:
     )
 
 
-def unit() -> Finding | None:
-    """What systemd says of the service; None where there is no systemd."""
-    systemctl = shutil.which("systemctl")
-    if systemctl is None or not Path("/run/systemd/system").is_dir():
+def unit(systemctl: str | None = None, booted: Path = Path("/run/systemd/system")) -> Finding | None:
+    """What systemd says of the service; None where there is no systemd (sd_booted(3))."""
+    systemctl = systemctl or shutil.which("systemctl")
+    if systemctl is None or not booted.is_dir():
         return None
     step = "systemctl enable --now hetero-agent; journalctl -u hetero-agent -e says why it ended"
     try:

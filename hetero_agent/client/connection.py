@@ -95,6 +95,8 @@ class Connection(asyncio.Protocol):
                     await loop.create_unix_connection(lambda one=one: one, path)  # type: ignore[misc]
                     await one._signed_on
                     hello = await one.call(cls.driver_call("Hello"), within)
+                if hello.message_type is MessageType.ERROR:
+                    raise ConnectionLost(f"it refuses us: {hello.error_name}")
                 one.unique_name = hello.body[0]
             except TimeoutError:
                 failure = "no answer"

@@ -380,6 +380,29 @@ def test_policy(tmp_path: Path) -> None:
     assert hostchecks.policy([policy]).level == "ok"
 
 
+@pytest.mark.parametrize(
+    ("answer", "level", "text"),
+    [
+        (
+            "LoadState=loaded\\nActiveState=active\\nSubState=running\\nStatusText=4 devices",
+            "ok",
+            "active (running): 4 devices",
+        ),
+        ("LoadState=loaded\\nActiveState=failed\\nSubState=failed", "wrong", "failed (failed)"),
+        ("LoadState=not-found\\nActiveState=inactive", "wrong", "hetero-agent.service is not installed"),
+    ],
+)
+def test_unit(tmp_path: Path, answer: str, level: str, text: str) -> None:
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\nprintf '{answer}\\n'\n")
+    systemctl.chmod(0o755)
+    finding = hostchecks.unit(str(systemctl), tmp_path)
+    assert finding is not None
+    assert (finding.level, finding.text) == (level, text)
+    assert bool(finding.next) is (level == "wrong")
+    assert hostchecks.unit(str(systemctl), tmp_path / "none") is None
+
+
 def test_clock() -> None:
     assert hostchecks.clock(0).text == "the wall clock says 1970"
     assert hostchecks.clock(0).level == "wrong"

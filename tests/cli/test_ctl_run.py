@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Station
+from tests.support.agent import GROUP_GID, MEMBER, AgentProcess
 from tests.support.ctl import Ctl
 from tests.support.process import PYTHON, scratch
 from tests.support.wait import wait_until
@@ -118,6 +119,12 @@ def test_the_command_starts_with_the_lease_bound_to_it(ctl: Ctl, place: Path) ->
         assert shown["request"]["on-fault"] == "kill"
         assert [states(ctl)[one] for one in shown["devices"]] == ["in-use"] * 2
     wait_idle(ctl)
+
+
+def test_a_member_of_the_group_runs_as_itself(ctl: Ctl, agent: AgentProcess) -> None:
+    """Its own child is the process that the lease is bound to."""
+    member = Ctl(agent.bus.address, uid=MEMBER, groups=[GROUP_GID])
+    assert member("run", "-r", NPU, "--", "id", "-u").out == f"{MEMBER}\n"
 
 
 def test_options_choose_the_devices(ctl: Ctl) -> None:
