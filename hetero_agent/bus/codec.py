@@ -179,10 +179,7 @@ def _write_text(buffer: bytearray, value: Any) -> None:
     if b"\0" in raw:
         # the bus disconnects who sends a NUL inside a string
         raw = raw.replace(b"\0", b"\xef\xbf\xbd")
-    buffer += _PAD[-len(buffer) & 3]
-    buffer += _U32.pack(len(raw))
-    buffer += raw
-    buffer += b"\0"
+    buffer += b"%b%b%b\0" % (_PAD[-len(buffer) & 3], _U32.pack(len(raw)), raw)
 
 
 def _write_path(buffer: bytearray, value: Any) -> None:
@@ -204,10 +201,7 @@ def _write_variant(buffer: bytearray, value: Any) -> None:
     writers = _writers(signature)
     if len(writers) != 1:
         raise CodecError("a variant holds one complete type")
-    raw = signature.encode("ascii")
-    buffer.append(len(raw))
-    buffer += raw
-    buffer += b"\0"
+    buffer += b"%c%b\0" % (len(signature), signature.encode("ascii"))
     writers[0](buffer, inner)
 
 

@@ -120,7 +120,7 @@ class Mirror:
         device = self._view.devices.get(device_id)
         if device is None or device_id in self.devices:
             return None
-        shown = self.devices[device_id] = Shown(names.device_path(device_id), self.read_device(device))
+        shown = self.devices[device_id] = Shown(values.device_path(device_id), self.read_device(device))
         insort(self._order, device_id)
         return shown
 
@@ -165,6 +165,14 @@ class Mirror:
         shown.values = current
         shown.piece = shown.row = None
         return changed
+
+    def warm(self, most: int) -> bool:
+        """Encode the pieces of at most so many devices that have none; return whether there
+        were as many."""
+        cold = [shown for shown in self.devices.values() if shown.piece is None][:most]
+        for shown in cold:
+            self.device.piece(shown)
+        return len(cold) == most
 
     # -- big replies ----------------------------------------------------------------------------
     def managed_objects(self) -> bytes:

@@ -32,6 +32,8 @@ log = logging.getLogger("hetero_agent.bus")
 #: Seconds within which a change is in a Report, and between Reports without change.
 REPORT_WITHIN = 0.1
 REPORT_EVERY = 30.0
+#: Objects whose piece of GetManagedObjects is made in one turn of the loop after the start.
+WARMED_PER_TURN = 32
 
 
 class Publisher:
@@ -97,6 +99,12 @@ class Publisher:
         self._send_report(False, {})
         self._report()
         self._periodic()
+        asyncio.get_running_loop().call_soon(self._warm)
+
+    def _warm(self) -> None:
+        """Make the pieces of GetManagedObjects ready, a few in each turn of the loop."""
+        if self._live and self._mirror.warm(WARMED_PER_TURN):
+            asyncio.get_running_loop().call_soon(self._warm)
 
     def stop(self) -> None:
         """Send nothing more."""
@@ -213,7 +221,7 @@ class Publisher:
     def _state_changed(self, news: StateChanged) -> None:
         self._dirty_devices.setdefault(news.device)
         self._send(
-            names.device_path(news.device),
+            values.device_path(news.device),
             names.DEVICE,
             "StateChanged",
             news.from_state,
@@ -225,15 +233,15 @@ class Publisher:
     def _health_changed(self, news: HealthChanged) -> None:
         self._dirty_devices.setdefault(news.device)
         evidence = values.attributes(news.evidence)
-        device, lease = names.device_path(news.device), names.lease_path(news.lease)
+        device, lease = values.device_path(news.device), names.lease_path(news.lease)
         self._send(names.ROOT, names.MANAGER, "HealthEvent", device, news.health, news.reason, lease, evidence)
 
     def _conflict_seen(self, news: ConflictSeen) -> None:
-        device, lease = names.device_path(news.device), names.lease_path(news.lease)
+        device, lease = values.device_path(news.device), names.lease_path(news.lease)
         self._send(names.ROOT, names.MANAGER, "Conflict", news.kind, lease, device, news.theirs, news.ours)
 
     def _orphan_found(self, news: OrphanFound) -> None:
-        self._send(names.ROOT, names.MANAGER, "OrphanFound", names.device_path(news.device), news.count)
+        self._send(names.ROOT, names.MANAGER, "OrphanFound", values.device_path(news.device), news.count)
 
     # -- reports --------------------------------------------------------------------------------
     def _report(self) -> None:

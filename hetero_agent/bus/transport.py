@@ -15,6 +15,7 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from dbus_next import __version__ as library_version
@@ -391,11 +392,7 @@ class Connection(MessageBus):
         if self._out_bytes > MAX_SIGNAL_BACKLOG:
             self.counters["signals_dropped"] += 1
             return False
-        fields = bytearray()
-        _add_text(fields, 1, b"o", path)
-        _add_text(fields, 2, b"s", interface)
-        _add_text(fields, 3, b"s", member)
-        _add_signature(fields, signature)
+        fields = _signal_fields(path, interface, member, signature)
         self._put(_head(SIGNAL, NO_REPLY_EXPECTED, len(body), self.next_serial(), fields) + body)
         return True
 
@@ -465,7 +462,12 @@ class Connection(MessageBus):
             self._set_reading(False)
         if not (self._in_turn or self._flush_due or self._writing):
             self._flush_due = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush_after)
+
+    def _flush_after(self) -> None:
+        """Flush after all that is ready to run: news and the answer it leads to go in one write,
+        and each write wakes the bus."""
+        self._loop.call_soon(self._flush)
 
     def flush(self) -> None:
         """Write what is queued now, instead of at the end of this loop turn."""
@@ -529,6 +531,16 @@ _FIELDS = {
 }
 
 
+@lru_cache(maxsize=8192)
+def _signal_fields(path: str, interface: str, member: str, signature: str) -> bytes:
+    fields = bytearray()
+    _add_text(fields, 1, b"o", path)
+    _add_text(fields, 2, b"s", interface)
+    _add_text(fields, 3, b"s", member)
+    _add_signature(fields, signature)
+    return bytes(fields)
+
+
 def _add_text(fields: bytearray, code: int, kind: bytes, text: str) -> None:
     raw = text.encode()
     fields += _PAD[-len(fields) & 7]
@@ -549,7 +561,7 @@ def _add_signature(fields: bytearray, signature: str) -> None:
     fields += b"\0"
 
 
-def _head(kind: int, flags: int, body_length: int, serial: int, fields: bytearray) -> bytearray:
+def _head(kind: int, flags: int, body_length: int, serial: int, fields: bytes | bytearray) -> bytearray:
     head = bytearray(_FIXED.pack(0x6C, kind, flags, 1, body_length, serial, len(fields)))
     head += fields
     head += _PAD[-len(head) & 7]

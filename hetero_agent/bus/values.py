@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from hetero_agent import names
@@ -16,6 +17,9 @@ MAX_BLOCKERS = 16
 
 _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1
+
+#: `names.device_path`, remembered: the same few paths are needed all the time.
+device_path = lru_cache(maxsize=8192)(names.device_path)
 
 #: The keys of a manifest and their types.
 _MANIFEST: Mapping[str, str] = {
@@ -39,12 +43,12 @@ REPORTED: Mapping[str, str] = {"accepted": "b", "version": "t", "reason": "s"}
 
 def u32(value: int) -> int:
     """VALUE as it fits into u."""
-    return min(max(value, 0), _U32_MAX)
+    return value if 0 <= value <= _U32_MAX else min(max(value, 0), _U32_MAX)
 
 
 def u64(value: int) -> int:
     """VALUE as it fits into t."""
-    return min(max(value, 0), _U64_MAX)
+    return value if 0 <= value <= _U64_MAX else min(max(value, 0), _U64_MAX)
 
 
 def attribute(value: Attribute) -> V:
@@ -199,7 +203,7 @@ DEVICE: Mapping[str, Callable[[Device, tuple[str, ...]], Any]] = {
 LEASE: Mapping[str, Callable[[Lease], Any]] = {
     "Id": lambda one: one.id,
     "Resource": lambda one: one.resource,
-    "Devices": lambda one: [names.device_path(device) for device in one.devices],
+    "Devices": lambda one: [device_path(device) for device in one.devices],
     "State": lambda one: str(one.state),
     "Result": lambda one: str(one.result),
     "OwnerUid": lambda one: one.uid,
@@ -208,5 +212,5 @@ LEASE: Mapping[str, Callable[[Lease], Any]] = {
     "CreatedBoottime": lambda one: u64(one.created.boot),
     "Deadline": lambda one: deadline(one)[0],
     "DeadlineBoottime": lambda one: deadline(one)[1],
-    "Lost": lambda one: [names.device_path(device) for device in one.lost],
+    "Lost": lambda one: [device_path(device) for device in one.lost],
 }
