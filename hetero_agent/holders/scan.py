@@ -57,6 +57,11 @@ _KCMP_FILES = 2
 
 _MAPPING = re.compile(rb"^([0-9a-f]+-[0-9a-f]+) \S+ \S+ (\S+ [1-9]\d* +/.*)$", re.M)
 _O_PATH = 0o10000000
+
+#: What the scan needs of others' processes, by the bits of linux/capability.h: to list descriptors
+#: (CAP_DAC_OVERRIDE does it too), and to see what they are; the latter also lifts hidepid.
+_NEEDED = {"CAP_DAC_READ_SEARCH": 1 << 2 | 1 << 1, "CAP_SYS_PTRACE": 1 << 19}
+
 _GONE = (errno.ENOENT, errno.ESRCH)
 
 #: How often the list of processes is read again for newcomers.
@@ -249,25 +254,21 @@ def blindness(contained: bool = False) -> str:
                 ' can reach its devices, set pid-namespace = "own" in [reclaim]'
             )
         with proc.opened(os.getpid()) as base:
-            mounts = proc.read("mountinfo", base).decode("utf-8", "replace")
-            sees_all = _has_ptrace(proc.read("status", base))
+            lacking = _lacking(proc.read("status", base))
     except OSError as error:
         return f"/proc can't be read: {error}"
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[4] != "/proc" or after.split()[0] != "proc":
-            continue
-        for option in after.split()[2].split(","):
-            if option.removeprefix("hidepid=") in ("2", "invisible", "4", "ptraceable") and not sees_all:
-                return f"/proc is mounted with {option} and the agent has no CAP_SYS_PTRACE"
+    if lacking:
+        return f"the agent lacks {' and '.join(lacking)}: other users' processes can't be looked into"
     return ""
 
 
-def _has_ptrace(status: bytes) -> bool:
+def _lacking(status: bytes) -> list[str]:
+    """Return those of `_NEEDED` that the text of /proc/PID/status shows not to be effective."""
     for line in status.splitlines():
         if line.startswith(b"CapEff:"):
-            return bool(int(line.split()[1], 16) & 1 << 19)  # CAP_SYS_PTRACE
-    return False
+            effective = int(line.split()[1], 16)
+            return [name for name, bits in _NEEDED.items() if not effective & bits]
+    return list(_NEEDED)
 
 
 def describe(pid: int, base: int, devices: Mapping[str, bool]) -> dict[str, Any]:

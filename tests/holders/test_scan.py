@@ -253,6 +253,19 @@ def test_processes_that_cannot_be_read_are_listed_with_their_uid(tmp_path: Path)
         answer = json.loads(run_python(code, as_user(STRANGER)))
     assert answer["processes"] == []
     assert [child.pid, 0] in answer["uninspected"]
+    assert answer["blind"].startswith("the agent lacks CAP_DAC_READ_SEARCH and CAP_SYS_PTRACE: ")
+
+
+_NEEDED = "-all,+dac_read_search,+sys_ptrace"
+_CAPABLE = [f"--inh-caps={_NEEDED}", f"--ambient-caps={_NEEDED}", f"--bounding-set={_NEEDED}"]
+
+
+def test_the_capabilities_are_enough_for_another_user(tmp_path: Path) -> None:
+    node = file_node(tmp_path / "a")
+    with holding(node.path) as child:
+        code = _SCAN.format(targets={"a": node_keys([node])})
+        answer = json.loads(run_python(code, [*as_user(STRANGER), *_CAPABLE]))
+    assert [(one["pid"], one["devices"]) for one in answer["processes"]] == [(child.pid, {"a": False})]
     assert answer["blind"] == ""
 
 
@@ -278,11 +291,15 @@ def test_proc_of_another_namespace_blinds() -> None:
     assert shown == "/proc belongs to another pid namespace than the agent"
 
 
-def test_hidepid_blinds_unless_the_capability_lifts_it() -> None:
+def test_hidepid_blinds_only_without_the_capability(tmp_path: Path) -> None:
     hidden = ["unshare", "-m", "sh", "-c", 'mount -t proc -o hidepid=invisible proc /proc; exec "$@"', "sh"]
-    reason = run_python(_BLIND, [*hidden, *as_user(STRANGER)])
-    assert reason == "/proc is mounted with hidepid=invisible and the agent has no CAP_SYS_PTRACE"
-    assert run_python(_BLIND, hidden) == ""
+    stranger = [*hidden, *as_user(STRANGER)]
+    assert "CAP_SYS_PTRACE" in run_python(_BLIND, stranger)
+    assert run_python(_BLIND, [*stranger, *_CAPABLE]) == ""
+    with holding(file_node(tmp_path / "a").path) as child:
+        listed = f"import os; print(os.path.exists('/proc/{child.pid}'))"
+        assert run_python(listed, stranger) == "False"
+        assert run_python(listed, [*stranger, *_CAPABLE]) == "True"
 
 
 @pytest.mark.parametrize(
