@@ -140,6 +140,11 @@ class Process:
     hidden: bool = False
     holds: set[str] = field(default_factory=set)
 
+    @property
+    def ref(self) -> ProcessRef:
+        """The process."""
+        return ProcessRef(self.pid, self.start)
+
 
 @dataclass
 class Scan:
@@ -340,6 +345,7 @@ class History(RuleBasedStateMachine):
         self.asked.clear()
         self.host.answers.clear()
         self.restart_due = True
+        self.provider = False
         self._start()
 
     def _start(self) -> None:
@@ -371,6 +377,11 @@ class History(RuleBasedStateMachine):
     def _enumerate(self) -> None:
         records = tuple(one for one in self.plugged.values() if one.source == "kernel")
         self.do(Observed(self.host.later(), "kernel", records, complete=True))
+
+    @precondition(lambda self: not self.host.governor.ready)
+    @rule()
+    def enumerate_now(self) -> None:
+        self._enumerate()
 
     def _provide(self) -> None:
         for one, record in self.all.items():
@@ -449,25 +460,37 @@ class History(RuleBasedStateMachine):
         if device is not None:
             self.do(HealthSeen(self.host.later(), device.record.source, device.id, health, f"is {health}"))
 
-    @rule()
-    def provider_leaves(self) -> None:
+    def _provider(self) -> None:
+        """The provider leaves, or comes back."""
         if self.provider:
             self.provider = False
             self.do(ProviderGone(self.host.later(), "sim"))
-
-    @rule()
-    def provider_comes(self) -> None:
-        if not self.provider:
+        else:
             self._provide()
 
     # -- rules: processes and scans ---------------------------------------------------------------
+    def _fork(self, uid: int, parent: int = 0, unit: str = "") -> Process:
+        pid = next(self.pids)
+        self.processes[pid] = Process(pid, pid, uid, parent, unit)
+        return self.processes[pid]
+
     @rule(uid=uids, pick=picks, unit=st.sampled_from(["", "", "", "persist.service", "job.service"]))
     def fork(self, uid: int, pick: int, unit: str) -> None:
-        if len(self.processes) >= 5:
+        if len(self.processes) < 6:
+            self._fork(uid, self._pick(pick, [0, *self.processes]) or 0, unit)
+
+    @rule(pick=picks, other=picks)
+    def owner_opens(self, pick: int, other: int) -> None:
+        """A process of a lease opens one of its devices."""
+        lease = self._pick(pick, [one for one in self.host.governor.leases.values() if one.granted])
+        if lease is None:
             return
-        parent = self._pick(pick, [0, *self.processes])
-        pid = next(self.pids)
-        self.processes[pid] = Process(pid, pid, uid, parent or 0, unit)
+        bound = lease.binding.pid
+        uid = [one for one in self.processes.values() if one.uid == lease.uid]
+        process = self.processes.get(bound.pid) if bound else self._pick(other, uid)
+        one = self._pick(other, [one for one in lease.devices if one in self.plugged])
+        if process is not None and one is not None and self.plugged[one].own_nodes:
+            self._open(process, one)
 
     @rule(pick=picks, other=picks, silent=st.sampled_from([False, False, True]))
     def open(self, pick: int, other: int, silent: bool) -> None:
@@ -476,9 +499,12 @@ class History(RuleBasedStateMachine):
         one = self._pick(other, [one for one, record in self.plugged.items() if record.own_nodes])
         if process is None or one is None:
             return
+        self._open(process, one, silent)
+
+    def _open(self, process: Process, one: str, silent: bool = False) -> None:
         process.holds.add(one)
         if not silent:
-            for sharer in [one, *(["s-1", "s-2"] if one.startswith("s-") else [])]:
+            for sharer in ["s-1", "s-2"] if one.startswith("s-") else [one]:
                 self.do(Opened(self.host.later(0), sharer))
 
     @rule(pick=picks)
@@ -487,12 +513,6 @@ class History(RuleBasedStateMachine):
         if process is not None:
             one = process.holds.pop()
             self.do(Closed(self.host.later(0), one))
-
-    @rule(pick=picks)
-    def hide_process(self, pick: int) -> None:
-        process = self._pick(pick, self.processes.values())
-        if process is not None:
-            process.hidden = not process.hidden
 
     @rule(pick=picks)
     def exit(self, pick: int) -> None:
@@ -564,14 +584,71 @@ class History(RuleBasedStateMachine):
         )
 
     # -- rules: calls -------------------------------------------------------------------------------
-    def _ask(self, event: Allocate) -> None:
-        self.do(event)
+    @rule(
+        uid=st.sampled_from([0, 1000, 1000, 1001]),
+        resource=st.sampled_from([GPU, GPU, PART, SHARED, VIRT]),
+        count=st.sampled_from([1, 1, 1, 2]),
+        confirm=st.booleans(),
+        ends=st.sampled_from(list(OnEnd)),
+        faults=st.sampled_from(list(OnFault)),
+        opens=st.booleans(),
+    )
+    def grant(
+        self, uid: int, resource: str, count: int, confirm: bool, ends: OnEnd, faults: OnFault, opens: bool
+    ) -> None:
+        """A whole grant, with a process of its own that uses it."""
+        process = self._fork(uid)
+        options = Options(
+            binding=Binding(process.ref) if opens else Binding(), confirm=confirm, on_end=ends, on_fault=faults
+        )
+        number = self._ask(uid, resource, count, options)
+        work = [one for one in self.work if isinstance(one, PrepareAccess) and one.lease.id == f"{number:032x}"]
+        for effect in work:
+            self.work.remove(effect)
+            self._work_done(effect, True)
+        lease = self.host.governor.leases.get(f"{number:032x}")
+        if lease is None:
+            self.processes.pop(process.pid, None)
+        elif opens:
+            for one in lease.devices:
+                if self.plugged.get(one) and self.plugged[one].own_nodes and process.pid in self.processes:
+                    self._open(process, one)
+
+    @rule(pick=picks)
+    def owner_ends(self, pick: int) -> None:
+        """A lease is given back, or its process ends."""
+        lease = self._pick(pick, [one for one in self.host.governor.leases.values() if one.granted])
+        if lease is None:
+            return
+        bound = lease.binding.pid
+        if bound is not None and bound.pid in self.processes:
+            self._exit(self.processes[bound.pid])
+        else:
+            token, number = self.host.token(), next(self.numbers)
+            self.do(Release(self.host.later(), token, Actor(lease.uid), f"x{number}", lease.id, lease.id))
+
+    def _ask(self, uid: int, resource: str, count: int, options: Options) -> int:
+        number = next(self.numbers)
+        self.do(
+            Allocate(
+                self.host.later(),
+                self.host.token(),
+                Actor(uid, 1, client=options.client),
+                f"r{number}",
+                f"f{number}",
+                resource,
+                count,
+                options,
+                f"{number:032x}",
+            )
+        )
+        return number
 
     @rule(
         uid=uids,
         client=st.sampled_from(["", "k", "*"]),
         resource=st.sampled_from([GPU, GPU, GPU, PART, PART, SHARED, VIRT, "v/whole"]),
-        count=st.sampled_from([1, 1, 1, 2, 3, 4]),
+        count=st.sampled_from([1, 1, 1, 2, 2, 3, 4]),
         policy=st.sampled_from(list(Policy)),
         confirm=st.booleans(),
         ends=st.sampled_from(list(OnEnd)),
@@ -608,20 +685,7 @@ class History(RuleBasedStateMachine):
             on_end=ends,
             on_fault=faults,
         )
-        number = next(self.numbers)
-        self._ask(
-            Allocate(
-                self.host.later(),
-                self.host.token(),
-                Actor(uid, 1, client=client),
-                f"r{number}",
-                f"f{number}",
-                resource,
-                count,
-                options,
-                f"{number:032x}",
-            )
-        )
+        self._ask(uid, resource, count, options)
 
     @rule(pick=picks, changed=st.sampled_from([False, False, False, True]))
     def retry(self, pick: int, changed: bool) -> None:
@@ -640,9 +704,10 @@ class History(RuleBasedStateMachine):
             fingerprint=f"f{number}" if changed else event.fingerprint,
         )
         known = self.host.governor.world.requests.get(self._key(event))
-        self._ask(again)
+        self.do(again)
         grant = next((one for one in self.grants.values() if self._key(one.event) == self._key(event)), None)
-        if not changed and grant is not None and not grant.over and known is not None and token in self.asked:
+        same = grant is not None and again.fingerprint == grant.event.fingerprint
+        if same and not grant.over and known is not None and token in self.asked:
             [answer] = self.host.answers[token]
             assert isinstance(answer, Reply)
             assert answer.body == grant.body
@@ -780,38 +845,46 @@ class History(RuleBasedStateMachine):
             self.do(Tick(self.host.now()))
         self.host.boot = max(self.host.boot, end)
 
-    @rule(days=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 0, 1]))
-    def a_day_passes(self, days: int) -> None:
-        if days:
-            self.do(Tick(self.host.later(25 * HOUR)))
-            gone = [one for one, at in self.spent.items() if at + MEMORY <= self.host.boot - 60 * SECOND]
-            for key in gone:
-                del self.spent[key]
-                assert key not in self.host.governor.world.requests or (
-                    self.host.governor.world.requests[key].lease in self.host.governor.leases
-                )
-            self.grants = {one: grant for one, grant in self.grants.items() if self._key(grant.event) not in gone}
-
     # -- rules: trouble ----------------------------------------------------------------------------
-    @rule(when=st.sampled_from(["now", "before", "after"]))
-    def dies(self, when: str) -> None:
-        """The agent dies now, or at the next event before or after that is stored."""
-        if when == "now":
+    @rule(
+        what=st.sampled_from(
+            ["dies", "dies", "before", "after", "disk", "hide", "hide", "provider", "provider", "reboot", "day"]
+        ),
+        pick=picks,
+    )
+    def trouble(self, what: str, pick: int) -> None:
+        """The agent dies now, or at the next event before or after that is stored; the disk is full
+        for one commit; a process can't be read any more, or again; ..."""
+        if what == "dies":
             self._died()
-            self.provider = False
-            self._enumerate()
-        else:
-            self.crash = when
+            if pick % 4:
+                self._enumerate()
+        elif what in ("before", "after"):
+            self.crash = what
+        elif what == "disk":
+            self.store_fails = True
+        elif what == "hide" and self.processes:
+            process = list(self.processes.values())[pick % len(self.processes)]
+            process.hidden = not process.hidden
+        elif what == "provider":
+            self._provider()
+        elif what == "reboot" and pick % 4 == 0:
+            self._reboot()
+        elif what == "day" and pick % 2 == 0:
+            self._day()
 
-    @rule()
-    def disk_full(self) -> None:
-        self.store_fails = True
+    def _day(self) -> None:
+        """A day passes: what was spent before is forgotten."""
+        self.do(Tick(self.host.later(25 * HOUR)))
+        requests = self.host.governor.world.requests
+        gone = [one for one, at in self.spent.items() if at + MEMORY <= self.host.boot - 60 * SECOND]
+        for key in gone:
+            del self.spent[key]
+            assert key not in requests or requests[key].lease in self.host.governor.leases
+        self.grants = {one: grant for one, grant in self.grants.items() if self._key(grant.event) not in gone}
 
-    @rule(really=st.sampled_from([False, False, False, True]))
-    def reboots(self, really: bool) -> None:
+    def _reboot(self) -> None:
         """All processes end, the boot clock starts anew, and what was leased is not any more."""
-        if not really:
-            return
         host = self.host
         before = host.now()
         self.processes.clear()
