@@ -3,10 +3,10 @@ PYTHON := /usr/bin/python3
 TESTS  ?= tests
 LINT   := .lint/bin
 
-.PHONY: help setup demo test lint types format bench clean
+.PHONY: help setup demo test lint types format bench deb deb-trixie deb-check clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: ## install the Debian packages that are missing
 	@.ci/setup
@@ -31,8 +31,20 @@ format: .lint/ready ## put the sources into ruff's format
 bench: setup ## measure latency, uevent to signal, memory, idle CPU against the aims
 	@$(PYTHON) bench/run.py
 
+deb: ## build the Debian package into dist/, with lintian's report
+	@.ci/setup-deb
+	@.ci/deb
+
+deb-trixie: ## the same in a Debian 13 of its own, into dist/trixie/
+	@.ci/setup-deb
+	@.ci/deb trixie
+
+deb-check: ## install the package of dist/ in a Debian 12 of its own, use, remove and purge it
+	@.ci/setup-deb
+	@.ci/deb-check
+
 clean: ## remove what the other targets made
-	rm -rf .lint .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .lint .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .lint/ready: .ci/requirements-lint.txt | setup
