@@ -33,6 +33,7 @@ from hetero_agent.core.model import (
     Lease,
     LeaseState,
     OnEnd,
+    OnFault,
     Options,
     RequestKey,
     RequestRecord,
@@ -592,7 +593,7 @@ class Grants:
                 self.world.effect(LeaseChanged(lease.id))
         if not lease.granted:
             self.end(lease, Trigger.EFFECT_FAILED, at, cause=device_id, reason=f"{device_id} went away")
-        elif lease.on_fault == "kill":
+        elif lease.on_fault is OnFault.KILL:
             self.end(lease, Trigger.UNPLUGGED, at, cause=device_id, reason=f"{device_id} went away")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from hetero_agent.core.model import IN_HANDS, Health, Obstacle, Result, State
+from hetero_agent.core.model import Health, Obstacle, Result, State
 
 
 class Trigger(StrEnum):
@@ -123,9 +123,9 @@ IGNORED: dict[tuple[State, Trigger], str] = {
        for trigger in (T.CONFIRM, T.DEADLINE, T.EFFECT_FAILED, T.RELEASE, T.OWNER_GONE, T.TTL_OVER,
                        T.SIBLING_FAILED, T.UNHEALTHY_KILL, T.INTRUDER, T.LEASE_ENDED)},
     **{(state, T.REAP): "nothing to end there" for state in (S.PROBING, S.IDLE, S.OFFLINE)},
-    **{(state, T.REAP): "the lease has it; release that" for state in IN_HANDS},
+    **{(state, T.REAP): "the lease has it; release that" for state in (*_HELD, S.LOST)},
     **{(state, trigger): "nothing is owed while a lease has it"
-       for state in IN_HANDS for trigger in (T.RETURN_PROVEN, T.RETURN_OVERDUE)},
+       for state in (*_HELD, S.LOST) for trigger in (T.RETURN_PROVEN, T.RETURN_OVERDUE)},
     **{(state, trigger): "facts of a leased device, its state stays"
        for state in _HELD for trigger in (T.OBSERVED, T.SCANNED, T.RETURNED)},
     **{(state, T.LEASE_ENDED): "the ending itself moves it" for state in _HELD},

@@ -64,7 +64,7 @@ def remember(
     if key.method == "Confirm":
         confirms = [one for one in world.by_lease[lease] if one.method == "Confirm" and one != key]
         confirms.sort(key=lambda one: (world.requests[one].boot, str(one)))
-        for old in confirms[: len(confirms) + 1 - CONFIRMS]:
+        for old in confirms[: max(0, len(confirms) + 1 - CONFIRMS)]:
             world.drop_request(old)
     if ended or not lease:
         purge_at(world, at.boot + MEMORY)

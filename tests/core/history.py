@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -74,7 +74,21 @@ from hetero_agent.core.model import (
 )
 from hetero_agent.core.requests import MEMORY
 from hetero_agent.core.world import Settings
-from tests.core.host import GPU, HOUR, MS, PART, SECOND, Host, busy, card, own, rebooted, recount, relatives, snapshot
+from tests.core.host import (
+    GPU,
+    HOUR,
+    MS,
+    PART,
+    SECOND,
+    Host,
+    busy,
+    card,
+    own,
+    rebooted,
+    recount,
+    relatives,
+    snapshot,
+)
 
 SETTINGS = Settings(
     system_holders=("persist.service",),
@@ -198,7 +212,7 @@ class History(RuleBasedStateMachine):
         host, governor = self.host, self.host.governor
         if isinstance(event, _CALLS):
             self.asked[event.token] = event
-        before = {one: device for one, device in governor.devices.items()}
+        before = dict(governor.devices)
         debts = dict(governor.world.debts)
         kept = snapshot(governor) if self.undo else {}
         outcome = governor.handle(event)
@@ -706,8 +720,9 @@ class History(RuleBasedStateMachine):
         known = self.host.governor.world.requests.get(self._key(event))
         self.do(again)
         grant = next((one for one in self.grants.values() if self._key(one.event) == self._key(event)), None)
-        same = grant is not None and again.fingerprint == grant.event.fingerprint
-        if same and not grant.over and known is not None and token in self.asked:
+        if grant is None or grant.over or again.fingerprint != grant.event.fingerprint:
+            return
+        if known is not None and token in self.asked:
             [answer] = self.host.answers[token]
             assert isinstance(answer, Reply)
             assert answer.body == grant.body
@@ -820,7 +835,9 @@ class History(RuleBasedStateMachine):
                 assert process.uid == effect.uid, "a signal to somebody else's process"
             if there and well and process is not None:
                 self._exit(process)
-            self.do(Signalled(at, effect.device, effect.holder.ref, effect.signal, there, "" if there else "gone"))
+            self.do(
+                Signalled(at, effect.device, effect.holder.ref, effect.signal, there, "" if there else "gone")
+            )
         elif isinstance(effect, StoreCordon):
             if well and effect.cordon is not None:
                 self.host.store.cordons[effect.place] = effect.cordon
@@ -958,7 +975,8 @@ class History(RuleBasedStateMachine):
                 state, _ = settle(world.facts(device))
                 assert device.state is state, device.id
                 assert (device.id in world.debts) is (
-                    device.state is State.RECLAIMING or (device.state is State.FAULTY and device.id in world.debts)
+                    device.state is State.RECLAIMING
+                    or (device.state is State.FAULTY and device.id in world.debts)
                 )
                 assert device.present
 
@@ -1033,5 +1051,3 @@ class History(RuleBasedStateMachine):
         assert not self.host.governor.grants._tokens
         assert not self.host.governor.grants._news
         assert not self.host.governor.grants._within
-
-

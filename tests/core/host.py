@@ -408,6 +408,10 @@ class Host:
             self.do(CordonStored(self.later(), order.token, error))
             pending += self.of(StoreCordon)
 
+    def do_pending_cordon(self, token: int, error: str = "") -> None:
+        """The state directory answers one call."""
+        self.do(CordonStored(self.later(), token, error))
+
     def reap(self, device: str, *targets: ProcessRef, request_id: str = "") -> int:
         """Reap; returns the token."""
         token = self.token()
@@ -465,7 +469,9 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "order": {resource: order(governor, resource) for resource in world._members},
     }
     # the records are frozen, so copies of the tables (and the sets and lists in them) are enough
-    return {name: copy.deepcopy(table) if name in _NESTED else copy.copy(table) for name, table in tables.items()}
+    return {
+        name: copy.deepcopy(table) if name in _NESTED else copy.copy(table) for name, table in tables.items()
+    }
 
 
 _NESTED = frozenset({"by_lease", "names", "members", "serials", "children", "placed"})
