@@ -155,7 +155,8 @@ class BusService:
         except CallFailed as error:
             raise TransportError(
                 f"the bus does not let this process own {names.BUS_NAME}: {error.text}; "
-                f"is {names.BUS_NAME}.conf in /usr/share/dbus-1/system.d and does the agent run as root?"
+                f"is {names.BUS_NAME}.conf in /usr/share/dbus-1/system.d, and was the agent started by its "
+                "unit or by root?"
             ) from error
         if reply[0] != _PRIMARY_OWNER:
             raise TransportError(f"{names.BUS_NAME} has an owner already: another agent runs on this bus")
