@@ -20,6 +20,7 @@ from hetero_agent.core.effects import (
     PrepareAccess,
     Refuse,
     Reply,
+    RequestScan,
     Restored,
     StateChanged,
     StoreCordon,
@@ -35,6 +36,7 @@ from hetero_agent.core.events import (
     Event,
     HealthSeen,
     Observed,
+    Opened,
     Reap,
     Release,
     Scanned,
@@ -279,7 +281,7 @@ class Host:
         """A source has news."""
         return self.do(Observed(self.later(), source, records, tuple(gone), complete=complete))
 
-    def scan(
+    def scan_event(
         self,
         holders: Mapping[str, Iterable[Holder]] | None = None,
         *,
@@ -287,13 +289,25 @@ class Host:
         started: int | None = None,
         unread: Sequence[tuple[int, int]] = (),
         failed: str = "",
-    ) -> Outcome:
+    ) -> Scanned:
         """A scan of DEVICES (all), begun now unless STARTED says when, which found HOLDERS."""
         held = dict(holders or {})
         begun = self.later().boot if started is None else started
         named = list(self.governor.devices) if devices is None else list(devices)
         found = {one: DeviceScan(tuple(held.get(one, ())), tuple(unread)) for one in named}
-        return self.do(Scanned(self.later(), begun, found, failed))
+        return Scanned(self.later(), begun, found, failed)
+
+    def scan(self, holders: Mapping[str, Iterable[Holder]] | None = None, **more: Any) -> Outcome:
+        """Such a scan has ended."""
+        return self.do(self.scan_event(holders, **more))
+
+    def opened(self, device: str) -> Outcome:
+        """Somebody opened a device."""
+        return self.do(Opened(self.later(), device))
+
+    def scans(self) -> list[str]:
+        """The devices that the last outcome wants scanned."""
+        return sorted({one for effect in self.of(RequestScan) for one in effect.devices})
 
     def ready(self, *records: DeviceRecord) -> None:
         """These devices are there and were found clean."""
