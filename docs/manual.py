@@ -50,7 +50,6 @@ ERRORS: Final = {
 _HEAD: Final = r"""
 .Dt ORG.HETEROAGENT.AGENT1 5
 .Os hetero-agent
-.nh
 .Sh NAME
 .Nm org.heteroagent.Agent1
 .Nd the D-Bus interfaces of hetero-agent
@@ -118,7 +117,7 @@ def _interface(interface: ET.Element) -> Iterator[str]:
             yield f".Ss {title}"
             yield ".Bl -tag -width Ds"
             for member in members:
-                yield f".It Sy {_literal(member.attrib['name'])} No {_words(_signature(member))}"
+                yield f".It Sy {_words(member.attrib['name'])} No {_words(_signature(member))}"
                 yield from _sentences(_annotation(member, _DOC))
                 if tag == "property":
                     yield from _sentences(_CHANGES[_annotation(member, _EMITS) or "true"])
@@ -150,13 +149,13 @@ def _sentences(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    escaped = _literal(text)
-    return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
+    """TEXT as it is: no word is hyphenated, since many are names, and none is taken for a macro."""
+    return " ".join(f"\\%{_literal(word)}" for word in text.split())
 
 
 def _words(text: str) -> str:
-    """TEXT as arguments of a macro, none of them taken for a macro or a delimiter."""
-    return " ".join(f"\\&{_literal(word)}" for word in text.split())
+    """The same as arguments of a macro, none of them taken for a delimiter either."""
+    return " ".join(f"\\&\\%{_literal(word)}" for word in text.split())
 
 
 def _literal(text: str) -> str:

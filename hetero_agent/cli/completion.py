@@ -14,12 +14,12 @@ from typing import Final
 
 from hetero_agent.cli.main import build_parser
 
-#: Placeholder of a value, as the help shows it -> what the script completes it with.
+#: Placeholder of a value, as the help shows it, or the option's own name -> what completes it.
 _KINDS: Final = {
     "DEVICE": "device",
     "LEASE": "lease",
     "RESOURCE": "resource",
-    "ID": "virtual",
+    "PARENT": "virtual",
     "PID": "process",
     "PIDS": "process",
     "UNIT": "unit",
@@ -27,7 +27,7 @@ _KINDS: Final = {
 }
 
 #: The same for arguments without an option before them, where it differs.
-_ARGUMENT_KINDS: Final = {"NAME": "device lease"}
+_ARGUMENT_KINDS: Final = {"NAME": "device lease", "ID": "virtual"}
 
 _HEAD: Final = """\
 # bash completion of heteroctl -*- shell-script -*-
@@ -205,7 +205,7 @@ def _values(parsers: dict[str, argparse.ArgumentParser]) -> str:
 def _kind(action: argparse.Action) -> str:
     if action.choices is not None:
         return " ".join(f"={choice}" for choice in action.choices)
-    return _KINDS.get(_placeholder(action), "text")
+    return _KINDS.get(_placeholder(action)) or _KINDS.get(action.dest.upper(), "text")
 
 
 def _placeholder(action: argparse.Action) -> str:
