@@ -77,7 +77,7 @@ class BusOwners:
         self._leases[ref.name].add(lease)
         loop = asyncio.get_running_loop()
         if ref.bus != self._guid:
-            loop.call_soon(self._tell, lease, "connection")
+            loop.call_soon(self._past, lease, ref.name)
             return
         # news of names is subscribed to already; what happened before is asked for
         task = loop.create_task(self._check_connection(lease, ref.name))
@@ -93,6 +93,11 @@ class BusOwners:
             log.warning("whether connection %s lives can't be told: %s", name, error)
             return
         if not reply[0]:
+            self._past(lease, name)
+
+    def _past(self, lease: str, name: str) -> None:
+        """The connection was gone before it was watched; the lease may be bound anew meanwhile."""
+        if self._bound.get(lease) == name:
             self._tell(lease, "connection")
 
     def _tell(self, lease: str, how: str) -> None:

@@ -205,7 +205,8 @@ class Connection(MessageBus):
         self._loop.remove_writer(self._fd)
         self._out.clear()
         self._out_bytes = 0
-        reason = printable(err) if err is not None and str(err) else "the bus closed the connection"
+        told = err is not None and str(err) and not isinstance(err, ConnectionError)
+        reason = printable(err) if told else "the bus closed the connection"
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(CallFailed("org.freedesktop.DBus.Error.Disconnected", reason))
