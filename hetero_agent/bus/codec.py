@@ -1,7 +1,7 @@
 """D-Bus values to bytes and back (D-Bus Specification, "Marshaling"), by compiled signatures.
 
 dbus-next's own marshaller has no bound on what a body may cost and takes several times as long
-(docs/decisions/0010-own-body-codec.md); the tests compare this one with it.
+(docs/decisions/bus.md); the tests compare this one with it.
 
 Python values: integers, ``float``, ``bool``, ``str`` (s, o, g), ``bytes`` (ay), lists (other
 arrays and, decoded, structs), dicts, and `V` for a variant.  Anything of alignment 8 that is

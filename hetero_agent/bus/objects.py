@@ -13,6 +13,7 @@ from hetero_agent.bus.errors import StandardError
 from hetero_agent.bus.logcontrol import LogControl
 from hetero_agent.bus.manager import Manager
 from hetero_agent.bus.mirror import Mirror
+from hetero_agent.bus.values import device_path
 from hetero_agent.core.ports import View
 from hetero_agent.text import printable
 
@@ -85,9 +86,11 @@ class Objects:
     @staticmethod
     def _device_id(path: str) -> str:
         try:
-            return names.device_id_of(path)
+            found = names.device_id_of(path)
         except ValueError:
             return ""
+        # one object, one path: an id can be escaped in more ways than the one that we use
+        return found if device_path(found) == path else ""
 
     @staticmethod
     def _lease_id(path: str) -> str:

@@ -1,7 +1,7 @@
 """dbus-next as transport: connect, authenticate, frames in, frames out; nothing that it does
 beyond that is used, and all use of its private parts is in this file.
 
-What is hardened, and why (docs/architecture.md): the header of a message is read first and a
+What is hardened, and why (docs/decisions/bus.md): the header of a message is read first and a
 body over the bound is thrown away unread; a full socket is waited for, never an error; what
 waits to be written is bounded, signals are dropped before anything else; a loop turn reads a
 bounded amount; an unknown header field or an unparsable message costs that message only; no

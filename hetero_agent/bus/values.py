@@ -14,6 +14,8 @@ from hetero_agent.core.model import Attribute, AuditRecord, Binding, Device, Hol
 #: A property holds at most 1 KiB (design section 7): what does not fit is cut.
 MAX_PROPERTY = 1024
 MAX_BLOCKERS = 16
+#: Characters of a text property; four bytes each fit.
+MAX_NAME = 250
 
 _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1
@@ -181,15 +183,15 @@ DEVICE: Mapping[str, Callable[[Device, tuple[str, ...]], Any]] = {
     "Resource": lambda one, _: one.record.resource,
     "State": lambda one, _: str(one.state),
     "Health": lambda one, _: str(one.health),
-    "Reason": lambda one, _: one.reason[:MAX_PROPERTY],
+    "Reason": lambda one, _: one.reason[:MAX_NAME],
     "Since": lambda one, _: u64(one.since.real),
     "SinceBoottime": lambda one, _: u64(one.since.boot),
     "Cordoned": lambda one, _: one.cordon is not None,
     "BlockedBy": lambda _, blockers: list(blockers[:MAX_BLOCKERS]),
-    "Vendor": lambda one, _: one.record.vendor,
-    "Model": lambda one, _: one.record.model,
-    "Driver": lambda one, _: one.record.driver,
-    "Path": lambda one, _: one.record.path[:MAX_PROPERTY],
+    "Vendor": lambda one, _: one.record.vendor[:MAX_NAME],
+    "Model": lambda one, _: one.record.model[:MAX_NAME],
+    "Driver": lambda one, _: one.record.driver[:MAX_NAME],
+    "Path": lambda one, _: one.record.path[:MAX_NAME],
     "NumaNodes": lambda one, _: list(one.record.numa_nodes),
     "Attributes": lambda one, _: attributes(one.record.attributes),
     "Lease": lambda one, _: names.lease_path(one.lease),

@@ -40,6 +40,7 @@ def _error(client: Client, *call: Any) -> str:
         (names.device_path("nope"), names.DEVICE, "GetNodes", "", [], "UnknownObject"),
         (names.lease_path("ab" * 16), names.LEASE, "GetManifest", "", [], "UnknownObject"),
         (names.DEVICES + "/_zz", names.DEVICE, "GetNodes", "", [], "UnknownObject"),
+        (DEVICE.replace("_3a", "_3A", 1), names.DEVICE, "GetNodes", "", [], "UnknownObject"),
         (names.ROOT, names.DEVICE, "GetNodes", "", [], "UnknownInterface"),
         (DEVICE, names.MANAGER, "GetSnapshot", "u", [0], "UnknownInterface"),
         (DEVICE, "org.freedesktop.DBus.ObjectManager", "GetManagedObjects", "", [], "UnknownInterface"),
