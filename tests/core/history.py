@@ -198,6 +198,7 @@ class History(RuleBasedStateMachine):
         self.grants: dict[str, Grant] = {}
         self.spent: dict[RequestKey, int] = {}
         self.cordoned: dict[str, str] = {}
+        self.meant: dict[int, str] = {}
         self.proof: dict[str, int] = {}
         self.need: dict[str, int] = {}
         self.pids = itertools.count(100)
@@ -776,11 +777,12 @@ class History(RuleBasedStateMachine):
         device = self._pick(pick, devices)
         if device is None:
             return
-        number = next(self.numbers)
+        number, token = next(self.numbers), self.host.token()
+        self.meant[token] = device.record.serial
         self.do(
             SetCordon(
                 self.host.later(),
-                self.host.token(),
+                token,
                 Actor(0),
                 f"k{number}",
                 f"f{number}",
@@ -793,7 +795,7 @@ class History(RuleBasedStateMachine):
         """Keep the model's own list of what is under a cordon: serials and places."""
         self.cordoned = {key: one.device for key, one in self.host.governor.world.cordons.items()}
         device = self.host.governor.devices.get(event.device)
-        if device is not None:
+        if device is not None and device.record.serial == self.meant.pop(event.token, None):
             assert (device.cordon is None) is (event.reason is None)
 
     @rule(pick=picks, other=picks)
