@@ -75,7 +75,9 @@ def test_the_deadline_makes_it_faulty_and_names_the_holders_once() -> None:
     host.scan({"d": [holder(42)]})
     host.ticks(60 * SECOND)
     assert (host.state("d"), host.device("d").reason) == ("faulty", "reclaim-timeout")
-    alerts = [one for one in host.store.audits if one.trigger == "return-overdue" and one.kind is AuditKind.HEALTH]
+    alerts = [
+        one for one in host.store.audits if one.trigger == "return-overdue" and one.kind is AuditKind.HEALTH
+    ]
     assert [(one.priority, one.reason) for one in alerts] == [(3, "pid 42 (/bin/p42, uid 1000)")]
     host.ticks(300 * SECOND)
     host.scan({"d": [holder(42)]})
