@@ -256,7 +256,7 @@ class Grants:
             choice = self._choose(resource, count, options)
         members = world.members(resource)
         if not members:
-            known = ", ".join(sorted(world.tally)) or "none at all"
+            known = ", ".join(sorted(world.tally)[:16]) or "none at all"
             text = f"this host has no {printable(resource)}; it has {known}"
             return Explanation("never", text)
         rows, fitting, reasons = [], 0, dict[str, int]()
@@ -273,7 +273,9 @@ class Grants:
         counted = "; ".join(
             f"{number} {why}" for why, number in sorted(reasons.items(), key=lambda one: -one[1])[:8]
         )
-        text = f"{count} {resource} wanted, {len(choice.devices)} can be granted of {len(members)}: {counted}"
+        text = f"{count} {resource} wanted, {len(choice.devices)} can be granted of {len(members)}"
+        if counted:
+            text += f": {counted}"
         verdict = "later" if fitting >= count and count <= world.settings.devices_per_lease else "never"
         if verdict == "never":
             text += "; this host can't satisfy it as it is"
