@@ -31,7 +31,7 @@ S, T = State, Trigger
 DOC = Path(__file__).resolve().parents[2] / "docs" / "lifecycle.md"
 
 
-# -- the tables as data -------------------------------------------------------------------------
+# -- the tables as data ----------------------------------------------------------------------------
 def test_each_pair_is_a_row_or_ignored() -> None:
     pairs = {(state, trigger) for state in State for trigger in Trigger}
     assert set(TABLE) | set(IGNORED) == pairs
@@ -54,7 +54,7 @@ def test_the_documentation_is_the_table() -> None:
     assert DOC.read_text(encoding="utf-8") == lifecycle.as_markdown()
 
 
-# -- settle ---------------------------------------------------------------------------------------
+# -- settle ----------------------------------------------------------------------------------------
 GOOD = Facts(
     present=True,
     unproven=False,

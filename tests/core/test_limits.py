@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero_agent.core.effects import ErrorKind, Refuse
 from tests.core.host import SECOND, Host, card, holder
 
 
-def host_with(count: int = 8, **limits: int) -> Host:
+def host_with(count: int = 8, **limits: Any) -> Host:
     """A host of COUNT idle devices."""
     host = Host(**limits)
     host.ready(*(card(f"d{index}", index) for index in range(count)))
@@ -118,7 +120,7 @@ def test_arguments(asked: dict[str, object], text: str) -> None:
     assert answer == Refuse(answer.token, ErrorKind.INVALID_ARGUMENT, text)
 
 
-# -- short for want of a scan ------------------------------------------------------------------------
+# -- short for want of a scan ----------------------------------------------------------------------
 def test_a_request_waits_for_the_scan_of_a_dirty_device() -> None:
     host = host_with(1)
     host.opened("d0")

@@ -11,7 +11,7 @@ from tests.core.history import History
 _CALM = tuple(HealthCheck)
 
 settings.register_profile(
-    "ci", max_examples=150, stateful_step_count=50, derandomize=True, deadline=None, suppress_health_check=_CALM
+    "ci", max_examples=300, stateful_step_count=50, derandomize=True, deadline=None, suppress_health_check=_CALM
 )
 settings.register_profile(
     "more", max_examples=3000, stateful_step_count=80, deadline=None, suppress_health_check=_CALM

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero_agent.core.effects import (
@@ -35,12 +37,12 @@ def host_with(*records: DeviceRecord) -> Host:
     return host
 
 
-def virt(**more: object) -> DeviceRecord:
+def virt(**more: Any) -> DeviceRecord:
     node = Node("/run/sim/v", Role.OWN, "file", fsdev=1, inode=2)
-    return DeviceRecord("v", "sim/virt", source="sim", nodes=(node,), **more)  # type: ignore[arg-type]
+    return DeviceRecord("v", "sim/virt", source="sim", nodes=(node,), **more)
 
 
-# -- coming and going -----------------------------------------------------------------------------------
+# -- coming and going ------------------------------------------------------------------------------
 def test_a_device_comes_and_goes() -> None:
     host = Host()
     host.observe(card("d", 1), complete=True)
@@ -146,8 +148,8 @@ def test_unplugged_while_owed_or_occupied_or_ill() -> None:
     assert not host.store.debts
 
 
-# -- drivers and nodes ----------------------------------------------------------------------------------------
-BARE = {"nodes": (), "driver": ""}
+# -- drivers and nodes -----------------------------------------------------------------------------
+BARE: dict[str, Any] = {"nodes": (), "driver": ""}
 
 
 @pytest.mark.parametrize("obstacle", [Obstacle.NO_DRIVER, Obstacle.NO_NODE, Obstacle.VFIO])
@@ -195,7 +197,7 @@ def test_a_node_that_changes_while_leased(confirm: bool) -> None:
     assert host.governor.leases[lease.id].result is (Result.NONE if confirm else Result.FAILED)
 
 
-# -- identity ----------------------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------
 def test_a_serial_stays_known_while_no_driver_is_bound() -> None:
     host = host_with(card("d", 1, serial="A"))
     host.release(host.use().id)
@@ -276,7 +278,7 @@ def test_the_last_twenty_transitions() -> None:
     assert [one.to_state for one in host.governor.history("d", 3)] == ["in-use", "reclaiming", "idle"]
 
 
-# -- health -------------------------------------------------------------------------------------------------------
+# -- health ----------------------------------------------------------------------------------------
 def test_a_fault_and_its_recovery() -> None:
     host = host_with(card("d", 1))
     host.health("d", Health.UNHEALTHY, "xid 79")
@@ -319,7 +321,7 @@ def test_a_sick_device_that_is_owed_is_not_laundered() -> None:
     assert (host.state("d"), host.device("d").reason) == ("faulty", "reclaim-timeout")
 
 
-# -- providers ----------------------------------------------------------------------------------------------------
+# -- providers -------------------------------------------------------------------------------------
 def gone(host: Host, back: bool = False) -> None:
     host.do(ProviderGone(host.later(), "sim", back=back))
 
@@ -367,7 +369,7 @@ def test_a_provider_goes_while_its_device_is_leased() -> None:
     assert host.state("v") == "idle"
 
 
-# -- cordons ------------------------------------------------------------------------------------------------------
+# -- cordons ---------------------------------------------------------------------------------------
 def test_a_cordon_holds_once_it_is_stored() -> None:
     host = host_with(card("d", 1, serial="A"))
     token = host.cordon("d", error=None)

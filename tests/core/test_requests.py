@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_agent.core import requests
-from hetero_agent.core.effects import ErrorKind, PrepareAccess, Reply
+from hetero_agent.core.effects import ErrorKind, PrepareAccess, Reply, Terminate
 from hetero_agent.core.events import AccessFailed, OwnerGone
 from hetero_agent.core.model import AuditKind, Binding, ProcessRef, RequestKey
 from tests.core.host import HOUR, SECOND, Host, card, holder
@@ -281,7 +281,7 @@ def test_owner_gone_while_preparing_refuses(host: Host) -> None:
     assert [type(one).__name__ for one in host.outcome.effects] == ["RevokeAccess"]
 
 
-# -- ids of cordons and reaps -----------------------------------------------------------------------
+# -- ids of cordons and reaps ----------------------------------------------------------------------
 def test_cordon_ids(host: Host) -> None:
     first = host.cordon("d0", request_id="k", error=None)
     again = host.cordon("d0", request_id="k", error=None)
@@ -301,9 +301,9 @@ def test_reap_ids(host: Host) -> None:
     host.later(3 * SECOND)
     host.scan({"d0": [stranger]})
     first = host.reap("d0", stranger.ref, request_id="p")
-    [order] = [one for one in host.outcome.effects if type(one).__name__ == "Terminate"]
+    [order] = host.of(Terminate)
     again = host.reap("d0", stranger.ref, request_id="p")
-    assert not [one for one in host.outcome.effects if type(one).__name__ == "Terminate"]
+    assert host.of(Terminate) == []
     host.signalled(order)
     assert host.body(first) == host.body(again) == '{"ended": 1}'
     late = host.reap("d0", stranger.ref, request_id="p")

@@ -45,7 +45,7 @@ def seen(host: Host, *records: DeviceRecord) -> None:
     host.observe(*(records or two()), complete=True)
 
 
-# -- whole rows --------------------------------------------------------------------------------------------
+# -- whole rows ------------------------------------------------------------------------------------
 def test_nothing_was_kept() -> None:
     host = host_with()
     sequence, generation = host.store.sequence, host.governor.generation
@@ -270,7 +270,7 @@ def test_spent_ids_stay_spent() -> None:
     assert host.store.requests == {}
 
 
-# -- providers ------------------------------------------------------------------------------------------------
+# -- providers -------------------------------------------------------------------------------------
 def test_a_providers_device_waits_for_its_word() -> None:
     host = host_with(VIRT)
     lease = host.use("sim/virt")
@@ -314,7 +314,7 @@ def test_a_provider_that_does_not_come_back() -> None:
     assert (host.state("v"), host.device("v").reason) == ("faulty", "provider-gone")
 
 
-# -- another boot ----------------------------------------------------------------------------------------------
+# -- another boot ----------------------------------------------------------------------------------
 def reboot(host: Host) -> None:
     before = host.now()
     host.boot, host.offset = 5 * SECOND, before.real + 60 * SECOND
@@ -362,7 +362,7 @@ def test_cordons_outlive_a_reboot() -> None:
     assert host.states() == {"d": "offline", "e": "idle"}
 
 
-# -- damaged rows ----------------------------------------------------------------------------------------------
+# -- damaged rows ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("confirm", [False, True])
 def test_a_lease_whose_devices_record_is_lost_keeps_the_device(confirm: bool) -> None:
     host = host_with()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero_agent.core.effects import ConflictSeen, ErrorKind, OrphanFound, Refuse, Terminate
@@ -12,9 +14,9 @@ from tests.core.host import SECOND, Host, card, holder, own
 OWNER = ProcessRef(42, 1)
 
 
-def host_with(*records: object, **settings: object) -> Host:
+def host_with(*records: Any, **settings: Any) -> Host:
     host = Host(**settings)
-    host.ready(*(records or (card("d", 1),)))  # type: ignore[arg-type]
+    host.ready(*(records or (card("d", 1),)))
     return host
 
 
@@ -23,7 +25,7 @@ def terms(host: Host) -> list[tuple[int, str, int | None]]:
     return [(one.holder.pid, one.signal, one.uid) for one in host.of(Terminate)]
 
 
-# -- proof --------------------------------------------------------------------------------------------
+# -- proof -----------------------------------------------------------------------------------------
 def test_both_signals_are_needed() -> None:
     host = host_with()
     lease = host.use()
@@ -135,7 +137,7 @@ def test_old_scans_do_not_undo_newer_ones() -> None:
     assert host.device("d").last_clean == clean
 
 
-# -- incomplete --------------------------------------------------------------------------------------------
+# -- incomplete ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("unread", "proven"),
     [
@@ -198,7 +200,7 @@ def test_what_was_never_scanned_whole_is_not_idle() -> None:
     assert host.scans() == ["d"]
 
 
-# -- strangers ------------------------------------------------------------------------------------------------
+# -- strangers -------------------------------------------------------------------------------------
 def test_occupied_after_two_sightings_two_seconds_apart() -> None:
     host = host_with()
     stray = holder(9, uid=1001)
@@ -298,7 +300,7 @@ def test_a_daemon_of_the_lease_whose_parent_has_gone_is_no_intruder() -> None:
     assert host.of(ConflictSeen) == []
 
 
-# -- shared nodes ---------------------------------------------------------------------------------------------
+# -- shared nodes ----------------------------------------------------------------------------------
 SHARED = own(50)
 
 
@@ -346,7 +348,7 @@ def test_a_lease_bound_to_a_unit_has_what_runs_in_it() -> None:
     assert host.device("s2").suspected == ()
 
 
-# -- ending processes -----------------------------------------------------------------------------------------
+# -- ending processes ------------------------------------------------------------------------------
 def test_wait_signals_nobody() -> None:
     host = host_with()
     host.release(host.use().id)
@@ -439,7 +441,7 @@ def test_orphans_are_left_alone_by_default() -> None:
     assert not [one for one in host.effects if isinstance(one, Terminate)]
 
 
-# -- reap ------------------------------------------------------------------------------------------------------
+# -- reap ------------------------------------------------------------------------------------------
 def reapable() -> Host:
     host = host_with()
     host.release(host.use().id)
@@ -519,7 +521,7 @@ def test_reap_of_a_stranger_is_owed_without_a_lease() -> None:
     assert host.state("d") == "idle"
 
 
-# -- memory ------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 def test_nothing_is_kept_of_what_is_over() -> None:
     host = host_with(card("d", 1), card("e", 2))
     for round_ in range(30):

@@ -25,7 +25,7 @@ def chosen(host: Host, count: int = 1, **options: object) -> tuple[str, ...]:
     return host.governor.explain(GPU, count, Options(**options)).chosen  # type: ignore[arg-type]
 
 
-# -- least-allocated ----------------------------------------------------------------------------------
+# -- least-allocated -------------------------------------------------------------------------------
 def test_least_often_granted_first_then_longest_idle() -> None:
     host = host_of(*(card(f"d{index}", index) for index in range(3)))
     assert host.use(count=2).devices == ("d0", "d1")
@@ -67,7 +67,7 @@ def test_counts_follow_the_serial_to_another_place() -> None:
     assert chosen(host, 2) == ("d1", "d7")
 
 
-# -- packed ---------------------------------------------------------------------------------------------
+# -- packed ----------------------------------------------------------------------------------------
 def at(name: str, number: int, root: str, numa: int) -> object:
     return card(name, number, attributes={"pcie-root": root}, numa_nodes=(numa,))
 
@@ -94,7 +94,7 @@ def test_packed_falls_back_to_a_numa_node_then_to_the_largest_roots() -> None:
     assert three.note == "no PCIe root or NUMA node has that many free"
 
 
-# -- most-free-memory -------------------------------------------------------------------------------------
+# -- most-free-memory ------------------------------------------------------------------------------
 def test_most_free_memory_first_and_unknown_last() -> None:
     host = host_of(
         card("d0", 0, attributes={"memory-free": 5}),
@@ -112,7 +112,7 @@ def test_no_memory_known_is_said() -> None:
     assert found.note == "no device tells its free memory; chosen by least-allocated"
 
 
-# -- require and devices --------------------------------------------------------------------------------------
+# -- require and devices ---------------------------------------------------------------------------
 CARD = card(
     "d0",
     0,
@@ -178,7 +178,7 @@ def test_an_alias_of_two_devices_is_nobodys() -> None:
     assert host.governor.find_device("same") is host.device("d1")
 
 
-# -- what is not grantable, and Explain -------------------------------------------------------------------------
+# -- what is not grantable, and Explain ------------------------------------------------------------
 def test_why_not() -> None:
     host = host_of(*(card(f"d{index}", index) for index in range(6)))
     host.use(devices=("d0",))

@@ -17,7 +17,7 @@ class Undone(History):
 
 
 Undone.TestCase.settings = settings(
-    max_examples=1000 if os.environ.get("HYPOTHESIS_PROFILE") == "more" else 60,
+    max_examples=1000 if os.environ.get("HYPOTHESIS_PROFILE") == "more" else 150,
     stateful_step_count=40,
     derandomize=os.environ.get("HYPOTHESIS_PROFILE") != "more",
     deadline=None,
