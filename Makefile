@@ -39,9 +39,9 @@ deb-trixie: ## the same in a Debian 13 of its own, into dist/trixie/
 	@.ci/setup-deb
 	@.ci/deb trixie
 
-deb-check: ## install the package of dist/ in a Debian 12 of its own, use, remove and purge it
+deb-check: ## install the package of dist/ in a Debian of its own, use, remove and purge it; SUITE=trixie
 	@.ci/setup-deb
-	@.ci/deb-check
+	@.ci/deb-check $(SUITE)
 
 clean: ## remove what the other targets made
 	rm -rf build dist .lint .mypy_cache .ruff_cache .pytest_cache .hypothesis
