@@ -9,13 +9,17 @@ from typing import Any
 from hetero_agent.core.effects import Terminate
 from hetero_agent.core.model import Binding, DeviceRecord, Instant, Node
 from hetero_agent.core.ports import ProcessFacts, Submit
-from hetero_agent.holders import host
 from hetero_agent.holders.ending import Ending
 from hetero_agent.holders.process import ProcessWatch, identify
 from hetero_agent.holders.scanner import Scanner
 from hetero_agent.holders.watch import NodeWatch
+from hetero_agent.workers.host import Host, LostError
+from hetero_agent.workers.process import command as start_of
 
 _log = logging.getLogger("hetero_agent.holders")
+
+#: How to start a scan worker.
+COMMAND = start_of("hetero_agent.holders.worker")
 
 
 class HolderEdge:
@@ -24,7 +28,7 @@ class HolderEdge:
     PROTECTED gives pids that are never signalled beside pid 1, the agent and its workers: the
     bus daemon's.  CONTAINED: no process outside the agent's pid namespace counts.  DEADLINE is
     what reading one process may take, in seconds, before it counts as blocked.  COMMAND starts a
-    scan worker (see `host.COMMAND`).
+    scan worker (see `workers.process.command`).
     """
 
     def __init__(
@@ -34,9 +38,9 @@ class HolderEdge:
         protected: Callable[[], set[int]],
         contained: bool = False,
         deadline: float = 1.0,
-        command: Sequence[str] = host.COMMAND,
+        command: Sequence[str] = COMMAND,
     ) -> None:
-        self._host = host.Host(command, deadline)
+        self._host = Host(command, deadline, "scan worker")
         self._nodes = NodeWatch(submit, now)
         self._processes = ProcessWatch(submit, now)
         self._ending = Ending(self._host, submit, now, protected)
@@ -53,7 +57,7 @@ class HolderEdge:
             _log.error("opens of device nodes go unnoticed until the next scan: %s", error)
         try:
             self._host.start()
-        except host.LostError as error:
+        except LostError as error:
             _log.error("%s", error)
 
     def configure(self, contained: bool) -> None:

@@ -18,9 +18,9 @@ from hetero_agent.core.events import Signalled
 from hetero_agent.core.model import Instant, Node
 from hetero_agent.core.ports import Submit
 from hetero_agent.holders import proc
-from hetero_agent.holders.host import Host, LostError, StuckError
 from hetero_agent.holders.process import open_process
 from hetero_agent.holders.scanner import node_keys
+from hetero_agent.workers.host import Host, LostError, StuckError
 
 _log = logging.getLogger("hetero_agent.holders")
 

@@ -12,9 +12,9 @@ from hetero_agent.core.events import DeviceScan, Scanned
 from hetero_agent.core.model import Holder, Instant, Node, Role
 from hetero_agent.core.ports import Submit
 from hetero_agent.holders import proc
-from hetero_agent.holders.host import Host, LostError, StuckError
 from hetero_agent.holders.scan import NodeKey, uid_of
 from hetero_agent.text import printable
+from hetero_agent.workers.host import Host, LostError, StuckError
 
 _log = logging.getLogger("hetero_agent.holders")
 
@@ -133,7 +133,7 @@ class Scanner:
             try:
                 answer = await self._host.ask({"scan": targets, "skip": skipped, "contained": self.contained})
             except StuckError as stuck:
-                self._note(stuck.pid, loop.time())
+                self._note(stuck.item, loop.time())
                 if loop.time() > end:
                     return self._failure(batch, "reading /proc blocks again and again")
                 continue

@@ -14,8 +14,9 @@ import pytest
 
 from hetero_agent.core.events import Opened, Scanned
 from hetero_agent.core.model import Node, Role
-from hetero_agent.holders import host, scanner
+from hetero_agent.holders import scanner
 from hetero_agent.holders.scan import boottime
+from hetero_agent.workers import host, process
 from tests.holders.holding import (
     Rig,
     alive,
@@ -27,9 +28,9 @@ from tests.holders.holding import (
 )
 from tests.support.wait import wait_until, wait_until_async
 
-_HOOKED = host._START.format(
-    """
-import os
+_HOOKED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
 from hetero_agent.holders import scan, worker
 real = scan.Walk.inspect_open
 def inspect(walk, pid, base):
@@ -40,14 +41,13 @@ def inspect(walk, pid, base):
 scan.Walk.inspect_open = inspect
 worker.main(int(sys.argv[4]))
 """
-)
 
 
 def hooked(tmp_path: Path) -> tuple[str, ...]:
     """A worker that blocks, in an open of a FIFO, at the pid in the file ``who``."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "who").write_text("0")
-    command = (sys.executable, "-I", "-S", "-c", _HOOKED, host._PACKAGES)
+    command = (sys.executable, "-I", "-S", "-c", _HOOKED, process.PACKAGES)
     return (*command, str(tmp_path / "who"), str(tmp_path / "fifo"))
 
 
@@ -310,10 +310,12 @@ def test_workers_that_not_even_a_kill_ends_are_bounded(
 
 def test_the_worker_dies_with_the_agent(tmp_path: Path) -> None:
     code = (
-        f"import sys; sys.path.insert(0, {host._PACKAGES!r}); import asyncio, time\n"
-        "from hetero_agent.holders.host import Host\n"
+        f"import sys; sys.path.insert(0, {process.PACKAGES!r}); import asyncio, time\n"
+        "from hetero_agent.workers.host import Host\n"
+        "from hetero_agent.workers.process import command\n"
         "async def run():\n"
-        "    host = Host(); host.start(); print(*host.pids, flush=True); time.sleep(60)\n"
+        "    host = Host(command('hetero_agent.holders.worker')); host.start()\n"
+        "    print(*host.pids, flush=True); time.sleep(60)\n"
         "asyncio.run(run())"
     )
     agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
