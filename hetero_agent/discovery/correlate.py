@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from hetero_agent import names
+from hetero_agent.core import address
 from hetero_agent.core.model import Attribute, DeviceRecord, Node, Obstacle, Role
-from hetero_agent.discovery import address
 from hetero_agent.discovery.facts import ClassDevice, DeviceFacts
 from hetero_agent.discovery.profiles import NodeRule, Profile, fill
 from hetero_agent.text import printable

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from hetero_agent.config import DiscoveryTable
+from hetero_agent.core import address
 from hetero_agent.core.events import Event, Observed
 from hetero_agent.core.model import DeviceRecord, Instant, Obstacle
-from hetero_agent.discovery import address, correlate, monitor, profiles, sysfs
+from hetero_agent.discovery import correlate, monitor, profiles, sysfs
 from hetero_agent.discovery.facts import DeviceFacts
 from hetero_agent.discovery.readers import NoReaderError, Readers, ReadTimeoutError
 from hetero_agent.text import printable

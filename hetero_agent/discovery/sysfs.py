@@ -15,7 +15,8 @@ from fnmatch import fnmatchcase
 
 import pyudev
 
-from hetero_agent.discovery import address, reader
+from hetero_agent.core import address
+from hetero_agent.discovery import reader
 from hetero_agent.discovery.facts import ClassDevice, DeviceFacts, KfdNode
 from hetero_agent.discovery.profiles import Identity, Profile, ProfileSet, fill
 

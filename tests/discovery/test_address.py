@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_agent.discovery import address, sysfs
+from hetero_agent.core import address
+from hetero_agent.discovery import sysfs
 
 
 @pytest.mark.parametrize(
