@@ -137,18 +137,29 @@ class Returns:
         if device is None:
             return
         was_dirty = device.dirty
+        quiet = device.last_open + _INTRUDER_AGAIN <= event.at.boot
         self.world.put_device(replace(device, last_open=event.at.boot))
         if in_hands(device):
-            # on a coarse grid, so that a busy owner does not cause a scan for each of its opens
-            self._look_again(device.id, (event.at.boot // _INTRUDER_AGAIN + 1) * _INTRUDER_AGAIN)
+            # at once after a quiet time, else on a coarse grid: a busy owner costs no scan per open
+            if quiet:
+                self.world.effect(RequestScan((device.id,)))
+            self._look_on_grid(device.id, event.at.boot)
         elif not was_dirty:
             self.world.effect(RequestScan((device.id,)))
 
     def closed(self, event: Closed) -> None:
         """A handle was closed: perhaps the last one."""
         device = self.world.devices.get(event.device)
-        if device is not None and (device.id in self.world.debts or device.occupied or device.suspected):
+        if device is None:
+            return
+        if in_hands(device):
+            self._look_on_grid(device.id, event.at.boot)
+        elif device.id in self.world.debts or device.occupied or device.suspected:
             self.world.effect(RequestScan((device.id,)))
+
+    def _look_on_grid(self, device_id: str, boot: int) -> None:
+        """Have who holds a leased device looked at within the next `_INTRUDER_AGAIN`."""
+        self._look_again(device_id, (boot // _INTRUDER_AGAIN + 1) * _INTRUDER_AGAIN)
 
     # -- scans -------------------------------------------------------------------------------------
     def scanned(self, event: Scanned) -> list[tuple[str, str]]:
