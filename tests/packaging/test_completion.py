@@ -22,8 +22,8 @@ PARSERS = dict(walk(build_parser(), ""))
 STAND_IN = """
 heteroctl() {
     case $1 in
-        list) printf 'DEVICE        RESOURCE        STATE\\n'
-              printf '%s  idle\\n' '0000:3b:00.0  nvidia.com/gpu' '0000:3c:00.0  nvidia.com/gpu' 'npu-0  a.b/npu'
+        list) printf 'DEVICE  RESOURCE  STATE\\n'
+              printf '%s  idle\\n' '0000:3b:00.0 nvidia.com/gpu' '0000:3c:00.0 nvidia.com/gpu' 'npu-0 a.b/npu'
               ;;
         leases) printf 'LEASE     STATE\\n00ff00ff  active\\n' ;;
         sim) printf 'ID     HEALTH\\nnpu-0  healthy\\n' ;;

@@ -155,3 +155,14 @@ def test_scripts_are_well_formed(name: str) -> None:
         assert "\n#DEBHELPER#\n" in text
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_python_package_is_packaged() -> None:
+    """setuptools is told each; one that is forgotten is missing only once it is installed."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "hetero_agent").rglob("__init__.py")
+    }
+    assert set(tool["packages"]) - set(tool["package-dir"]) == found
+    data = {path.suffix for path in (ROOT / "hetero_agent").rglob("*.*") if "__pycache__" not in path.parts}
+    assert data == {".py", ".toml"}
