@@ -19,7 +19,7 @@ from hetero_agent.bus.whomay import OWNER_UID, Guard
 from hetero_agent.config import Config
 from hetero_agent.core.effects import ErrorKind, Refusal
 from hetero_agent.core.events import Allocate, Confirm, Reap, Release
-from hetero_agent.core.model import Binding, Device, Lease, ProcessRef
+from hetero_agent.core.model import Binding, Device, Lease, ProcessRef, RequestKey
 from hetero_agent.core.ports import Engine
 from hetero_agent.text import printable
 
@@ -148,7 +148,7 @@ class Manager:
         request: decode.Request = call.request
         if request.options.owner_uid is not None:
             self._guard.check(OWNER_UID, call.caller, "Allocate with owner-uid")
-        bound = await self._binder.resolve(call.caller, request.binding) if request.binding else Binding()
+        bound = await self._bound(call, request.options.client, "Allocate", request.binding)
         options = replace(request.options, binding=bound)
         fingerprint = decode.fingerprint(*call.arguments[1:])
         lease = secrets.token_hex(16)
@@ -169,9 +169,17 @@ class Manager:
         )
         return names.lease_path(answer["lease"]), values.manifest(answer["manifest"])
 
+    async def _bound(self, call: Call, client: str, method: str, wanted: decode.Wanted) -> Binding:
+        """Find what the caller wants to bind.  A call that was answered before gets its answer from
+        memory, also when what it once bound is gone."""
+        key = RequestKey(call.caller.uid, client, method, call.request_id)
+        if not wanted or self._view.remembers(key):
+            return Binding()
+        return await self._binder.resolve(call.caller, wanted)
+
     async def _confirm(self, call: Call) -> Result:
         lease, wanted = call.request
-        bound = await self._binder.resolve(call.caller, wanted) if wanted else Binding()
+        bound = await self._bound(call, "", "Confirm", wanted)
         fingerprint = decode.fingerprint(*call.arguments[1:])
         await ask(
             self._engine,

@@ -106,6 +106,16 @@ class WatchNodes:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchHealth:
+    """Probe this device, as RECORD describes it now (RECORD None: stop).  REPAIRED: somebody
+    vouches for it, as if it had been reset."""
+
+    device: str
+    record: DeviceRecord | None
+    repaired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Terminate:
     """Send SIGNAL (``TERM`` or ``KILL``) to HOLDER if it still is that process and still holds
     DEVICE; LEASE_UID is the uid it must have with all its uids (None: any)."""
@@ -221,6 +231,7 @@ Effect = (
     | WatchOwner
     | UnwatchOwner
     | WatchNodes
+    | WatchHealth
     | Terminate
     | StoreCordon
     | DeviceAdded

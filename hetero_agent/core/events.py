@@ -13,7 +13,9 @@ from hetero_agent.core.model import (
     Health,
     Holder,
     Instant,
+    Opinion,
     Options,
+    Origin,
     ProcessRef,
 )
 
@@ -40,7 +42,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class HealthSeen:
-    """A confirmed statement about a device's health by SOURCE (``kernel`` or a provider)."""
+    """What the SOURCE of a device (``kernel`` or a provider) says of its health."""
 
     at: Instant
     source: str
@@ -48,6 +50,27 @@ class HealthSeen:
     health: Health
     reason: str = ""
     evidence: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthJudged:
+    """What ORIGIN, which looks at devices of all sources, says of the health of some."""
+
+    at: Instant
+    origin: Origin
+    opinions: Mapping[str, Opinion]
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """Something befell the host that devices may suffer from; it is put into their histories
+    beside what it caused.  WHAT is a word (``daemon-reload``, ``suspend``, ``resume``); LEASED:
+    it concerns only devices that a lease has."""
+
+    at: Instant
+    what: str
+    text: str
+    leased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,17 +260,22 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The daemon has something for the audit trail (reloaded, stopped)."""
+    """Something for the audit trail that changes nothing (reloaded, stopped, a user's own fault
+    on DEVICE)."""
 
     at: Instant
     kind: AuditKind
     text: str
     priority: int = 5
+    device: str = ""
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 Event = (
     Observed
     | HealthSeen
+    | HealthJudged
+    | Happened
     | Scanned
     | Opened
     | Closed

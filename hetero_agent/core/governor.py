@@ -57,6 +57,7 @@ from hetero_agent.core.model import (
     LeaseState,
     Obstacle,
     Options,
+    RequestKey,
     Result,
     State,
 )
@@ -263,6 +264,7 @@ class Governor:
             priority=5,
             lease=lease.id,
             reason=str(Result.REBOOT),
+            extra={"RESULT": str(Result.REBOOT)},
         )
         world.drop_lease(lease.id)
         requests.spend(world, lease.id, at)
@@ -283,6 +285,7 @@ class Governor:
             lease=lease.id,
             reason="rolled-back",
             request_id=lease.key.request_id,
+            extra={"RESULT": str(Result.FAILED)},
         )
         world.effect(RevokeAccess(lease.id))
 
@@ -356,6 +359,10 @@ class Governor:
     def leases(self) -> Mapping[str, Lease]:
         """All leases that have devices out, by id."""
         return self.world.leases
+
+    def remembers(self, key: RequestKey) -> bool:
+        """Whether a call with this id was answered, or is being granted."""
+        return key in self.world.requests
 
     def resources(self) -> Mapping[str, Mapping[str, int]]:
         """Per resource: one count per state, plus ``total`` and ``allocatable``."""

@@ -520,6 +520,7 @@ class Grants:
             actor=actor,
             request_id=request_id,
             took=max(0, at.boot - lease.created.boot),
+            extra={"RESULT": str(result)},
         )
         if lease.granted:
             world.effect(LeaseChanged(lease.id))

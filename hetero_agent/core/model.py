@@ -42,6 +42,19 @@ class Health(StrEnum):
     UNKNOWN = "unknown"
 
 
+class Origin(StrEnum):
+    """Who may say something of a device's health; the worst word counts.
+
+    `SOURCE` is who reports the device: the kernel, which can only say that it is there, or its
+    provider.  `PARENT` is the card that the unit is a part of.
+    """
+
+    SOURCE = "source"
+    PROBE = "probe"
+    KERNEL = "kernel"
+    PARENT = "parent"
+
+
 class LeaseState(StrEnum):
     """Where a lease is in its life."""
 
@@ -109,6 +122,18 @@ class Instant(NamedTuple):
 
     boot: int
     real: int
+
+
+class Opinion(NamedTuple):
+    """What one origin says of a device's health.
+
+    CONFIRMING: suspect by a first sign that is being looked into: not granted, still counted.
+    """
+
+    health: Health
+    reason: str = ""
+    evidence: Mapping[str, str] = {}
+    confirming: bool = False
 
 
 #: No moment at all.
@@ -389,6 +414,8 @@ class AuditKind(StrEnum):
     STOPPED = "agent-stopped"
     STORE = "store"
     RELOADED = "config-reloaded"
+    CORRELATION = "correlation"
+    APPLICATION_FAULT = "application-fault"
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,8 +460,10 @@ class Device:
 
     APPEARED, LAST_OPEN and LAST_CLEAN are boot times: since when its nodes are as they are, when
     somebody last opened one, and when the last scan that found nobody began.  SUSPECTED are the
-    holders outside any lease, OCCUPIED says that they were there twice.  HEALTH_BEFORE is what the
-    provider had said before it went.  COUNT is how often it was granted.
+    holders outside any lease, OCCUPIED says that they were there twice.  OPINIONS are what HEALTH
+    is made of; CONFIRMING says that it is suspect by a first sign only, TOLD that its users heard
+    of a fault that is not over.  HEALTH_BEFORE is what the provider had said before it went.  COUNT
+    is how often it was granted.
     """
 
     record: DeviceRecord
@@ -444,6 +473,9 @@ class Device:
     since: Instant
     health: Health = Health.UNKNOWN
     health_reason: str = ""
+    opinions: Mapping[Origin, Opinion] = field(default_factory=dict)
+    confirming: bool = False
+    told: bool = False
     cordon: Cordon | None = None
     lease: str = ""
     probed: bool = True

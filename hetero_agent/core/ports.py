@@ -19,6 +19,7 @@ from hetero_agent.core.model import (
     Node,
     Options,
     ProcessRef,
+    RequestKey,
 )
 
 #: Hand an event to the engine, from the loop's thread.
@@ -87,6 +88,13 @@ class Holders(Protocol):
         """Carry out a Terminate; answers with Signalled."""
 
 
+class HealthWatch(Protocol):
+    """Probes devices and hears what the kernel says of them."""
+
+    def watch(self, device: str, record: DeviceRecord | None, repaired: bool) -> None:
+        """Probe a device (None: no more); answers with HealthJudged, the first time soon."""
+
+
 class Publisher(Protocol):
     """The bus side of the news effects."""
 
@@ -139,6 +147,9 @@ class View(Protocol):
     @property
     def leases(self) -> Mapping[str, Lease]:
         """All leases that have devices out, by id."""
+
+    def remembers(self, key: RequestKey) -> bool:
+        """Whether a call with this id was answered, or is being granted."""
 
     def resources(self) -> Mapping[str, Mapping[str, int]]:
         """Per resource: one count per state, plus ``total`` and ``allocatable``."""

@@ -213,3 +213,27 @@ def test_reap_ends_a_named_stranger_and_nobody_else(bus: PrivateBus, member: Cli
             assert root.manager("Reap", "soa(ut)", "k2", path, [(stranger.pid, stranger.start)]) == 1
         wait_until(lambda: not stranger.running(), 5, "the end of the stranger")
         member.wait_for_device("npu-0", State="idle")
+
+
+def test_confirm_retried_after_its_process_ended_gets_its_answer(agent: AgentProcess, vendor: Vendor) -> None:
+    """The lease lives on by a later binding; the first call's answer is still its answer."""
+    vendor.add("npu-0")
+    vendor.wait_idle()
+    client = Client(agent.bus)
+    first, second = (HoldingProcess(vendor.file("npu-0"), later=True) for _ in range(2))
+    try:
+        lease = client.reply(names.ROOT, names.MANAGER, "Allocate", "ssua{sv}", "a", RESOURCE, 1, {}).value[0]
+
+        def confirm(request: str, process: HoldingProcess) -> bytes | object:
+            binding = {"pid": V("u", process.pid)}
+            return client.reply(names.ROOT, names.MANAGER, "Confirm", "soa{sv}", request, lease, binding).value
+
+        answer = confirm("c1", first)
+        confirm("c2", second)
+        first.close()
+        assert confirm("c1", first) == answer
+        assert client.device("npu-0")["State"] == "in-use"
+    finally:
+        first.close()
+        second.close()
+        client.close()
