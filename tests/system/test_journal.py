@@ -1,0 +1,165 @@
+"""The audit trail in the real journal, whatever journald does."""
+
+from __future__ import annotations
+
+import time
+
+from hetero_agent.audit.catalog import MESSAGE_IDS
+from hetero_agent.core.model import AuditKind
+from tests.system.accelerators import RESOURCE, Accelerators
+from tests.system.agent import UNIT, Agent, gaps
+from tests.system.machine import Machine
+
+TRANSITION = MESSAGE_IDS[AuditKind.TRANSITION]
+
+_JOURNALD = (
+    "systemd-journald.socket",
+    "systemd-journald-dev-log.socket",
+    "systemd-journald.service",
+)
+
+
+def test_a_device_tells_its_whole_story(machine: Machine, agent: Agent, hardware: Accelerators) -> None:
+    (one,) = hardware.plug()
+    agent.wait_states({one.id: "idle"})
+    job = agent.job("job-story", one.node)
+    lease = agent.allocate(RESOURCE, unit=job, client="story")
+    agent.open_in(job)
+    agent.systemctl("stop", job)
+    agent.wait_states({one.id: "idle"})
+    agent.systemctl("restart", UNIT)
+    agent.wait_states({one.id: "idle"})
+    hardware.unplug(one)
+    agent.wait_states({})
+
+    entries = agent.audit(f"MESSAGE_ID={TRANSITION}", f"HETERO_DEVICE={one.id}", "--catalog")
+    steps = [(entry["HETERO_FROM"], entry["HETERO_TO"]) for entry in entries]
+    assert steps == [
+        ("probing", "idle"),
+        ("idle", "in-use"),
+        ("in-use", "reclaiming"),
+        ("reclaiming", "idle"),
+        # the agent of after the restart has to look first
+        ("probing", "idle"),
+        ("idle", "gone"),
+    ]
+    # each begins where the one before has ended, and each says who and why
+    triggers = [entry["HETERO_TRIGGER"] for entry in entries]
+    assert triggers == ["scanned", "granted-confirmed", "owner-gone", "return-proven", "scanned", "unplugged"]
+    assert {entry["HETERO_LEASE"] for entry in entries[1:3]} == {lease.rsplit("/l", 1)[1]}
+    assert entries[1]["HETERO_ACTOR_UID"] == "0"
+    assert entries[1]["HETERO_ACTOR_CLIENT"] == "story"
+    assert entries[1]["HETERO_ACTOR_BUS_NAME"].startswith(":1.")
+    numbers = [int(entry["HETERO_SEQUENCE"]) for entry in entries]
+    assert numbers == sorted(numbers)
+    times = [int(entry["HETERO_TIME_BOOTTIME"]) for entry in entries]
+    assert times == sorted(times)
+    assert {entry["SYSLOG_IDENTIFIER"] for entry in entries} == {"hetero-agent"}
+    assert {entry["_SYSTEMD_UNIT"] for entry in entries} == {UNIT}
+    # nothing of the whole trail is missing, over the restart too
+    trail = agent.audit()
+    assert gaps(trail) == []
+    kinds = [entry["HETERO_KIND"] for entry in trail if entry["HETERO_DEVICE"] == one.id]
+    assert (kinds[0], kinds[-1]) == ("device-appeared", "device-gone")
+
+
+def test_the_catalog_explains_each_line(machine: Machine, agent: Agent, hardware: Accelerators) -> None:
+    (one,) = hardware.plug()
+    agent.wait_states({one.id: "idle"})
+    machine.run("journalctl", "--sync")
+    matches = [f"MESSAGE_ID={TRANSITION}", f"HETERO_DEVICE={one.id}", "--lines=1"]
+    shown = machine.run("journalctl", "--catalog", "--output=short", *matches).stdout
+    assert f"{one.id}: probing -> idle (scanned)" in shown
+    assert f"Subject: Device {one.id} went from probing to idle" in shown
+    assert "Defined-By: hetero-agent" in shown
+    for number in MESSAGE_IDS.values():
+        assert "Defined-By: hetero-agent" in machine.run("journalctl", "--dump-catalog", number).stdout
+
+
+def test_a_burst_loses_no_line(agent: Agent, hardware: Accelerators, machine: Machine) -> None:
+    devices = hardware.plug(20)
+    idle = {one.id: "idle" for one in devices}
+    agent.wait_states(idle)
+    before = len(agent.audit())
+    for number in range(10):
+        lease = agent.allocate(RESOURCE, len(devices))
+        agent.release(lease)
+        machine.wait(lambda: agent.states() == idle, 10, f"the devices back after round {number}")
+    trail = agent.audit()
+    # per round and device: granted, released, proven; per round: granted, ended
+    assert len(trail) - before == 10 * (3 * len(devices) + 2)
+    assert gaps(trail) == []
+
+
+def test_journald_that_does_not_drain_holds_up_nobody(
+    machine: Machine, agent: Agent, hardware: Accelerators
+) -> None:
+    devices = hardware.plug(20)
+    idle = {one.id: "idle" for one in devices}
+    agent.wait_states(idle)
+    pid = agent.pid
+    journald = agent.unit("MainPID", "systemd-journald.service")
+    machine.run("kill", "-STOP", journald)
+    try:
+        slowest = 0.0
+        for _ in range(8):
+            start = time.monotonic()
+            lease = agent.allocate(RESOURCE, len(devices))
+            agent.release(lease)
+            slowest = max(slowest, time.monotonic() - start)
+            machine.wait(lambda: agent.states() == idle, 10, "the devices back")
+        assert slowest < 1
+        machine.wait(lambda: "journald does not drain" in agent.unit("StatusText"), 20, "a STATUS that says so")
+        assert agent.pid == pid
+    finally:
+        machine.run("kill", "-CONT", journald)
+    machine.wait(lambda: "audit" not in agent.unit("StatusText"), 20, "a STATUS without complaint")
+    trail = agent.audit()
+    assert gaps(trail) == []
+    assert [entry["HETERO_KIND"] for entry in trail].count("lease-ended") >= 8
+
+
+def test_stopped_journald_holds_up_nobody(machine: Machine, agent: Agent, hardware: Accelerators) -> None:
+    (one,) = hardware.plug()
+    agent.wait_states({one.id: "idle"})
+    pid = agent.pid
+    agent.systemctl("stop", *_JOURNALD)
+    try:
+        assert agent.unit("ActiveState", "systemd-journald.service") == "inactive"
+        lease = agent.allocate(RESOURCE, client="no-journal")
+        assert agent.states() == {one.id: "in-use"}
+        agent.release(lease)
+        agent.wait_states({one.id: "idle"})
+        machine.wait(
+            lambda: "journald does not listen" in agent.unit("StatusText"), 20, "a STATUS that says so"
+        )
+    finally:
+        agent.systemctl("start", *_JOURNALD)
+    machine.wait(lambda: "audit" not in agent.unit("StatusText"), 20, "a STATUS without complaint")
+    assert agent.pid == pid
+    name = lease.rsplit("/l", 1)[1]
+    kinds = [entry["HETERO_KIND"] for entry in agent.audit(f"HETERO_LEASE={name}")]
+    assert kinds.count("lease-granted") == 1
+    assert kinds.count("lease-ended") == 1
+    assert gaps(agent.audit()) == []
+
+
+def test_a_restart_while_journald_is_away_loses_no_line(
+    machine: Machine, agent: Agent, hardware: Accelerators
+) -> None:
+    (one,) = hardware.plug()
+    agent.wait_states({one.id: "idle"})
+    agent.systemctl("stop", *_JOURNALD)
+    try:
+        lease = agent.allocate(RESOURCE)
+        pid = agent.pid
+        agent.systemctl("kill", "--signal=KILL", "--kill-who=main", UNIT)
+        machine.wait(lambda: agent.restarted_since(pid), 20, "another process")
+        assert list(agent.leases()) == [lease]
+    finally:
+        agent.systemctl("start", *_JOURNALD)
+    name = lease.rsplit("/l", 1)[1]
+    machine.wait(
+        lambda: agent.audit(f"HETERO_LEASE={name}", "HETERO_KIND=lease-granted"), 20, "the grant's line"
+    )
+    machine.wait(lambda: gaps(agent.audit()) == [], 10, "all lines")
