@@ -48,6 +48,7 @@ def fields_of(record: AuditRecord) -> dict[str, str]:
         ("TO", record.to_state),
         ("TRIGGER", record.trigger),
         ("REASON", record.reason),
+        ("RESULT", record.extra.get("RESULT", "")),
         ("REQUEST_ID", record.request_id),
         ("ACTOR_UNIT", actor.unit),
         ("ACTOR_BUS_NAME", actor.bus_name),

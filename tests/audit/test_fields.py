@@ -36,8 +36,14 @@ def test_all_fields() -> None:
         "HETERO_TO": "allocating",
         "HETERO_TRIGGER": "granted",
         "HETERO_REASON": "because",
+        "HETERO_RESULT": "",
         "HETERO_REQUEST_ID": "request 1",
     }
+
+
+def test_the_end_of_a_lease_says_how_beside_why() -> None:
+    fields = fields_of(audit(1, reason="its pid ended", extra={"RESULT": "owner-gone"}))
+    assert (fields["HETERO_RESULT"], fields["HETERO_REASON"]) == ("owner-gone", "its pid ended")
 
 
 def test_the_agents_own_doing_has_uid_minus_one() -> None:

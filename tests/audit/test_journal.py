@@ -85,6 +85,7 @@ def test_every_kind_arrives_with_its_fields_in_order() -> None:
         "HETERO_TO": "allocating",
         "HETERO_TRIGGER": "granted",
         "HETERO_REASON": "because",
+        "HETERO_RESULT": "",
         "HETERO_REQUEST_ID": "request 1",
     }
 

@@ -329,7 +329,7 @@ def test_leases_of_another_boot_are_closed() -> None:
     assert "e" in host.governor.world.debts
     reboot(host)
     assert (host.governor.leases, host.governor.world.debts, host.governor.devices) == ({}, {}, {})
-    ended = {one.lease: one.reason for one in host.audits(AuditKind.ENDED)}
+    ended = {one.lease: one.extra["RESULT"] for one in host.audits(AuditKind.ENDED)}
     assert set(ended.values()) == {"reboot"}
     assert lease.id in ended
     for table in (host.store.leases, host.store.debts, host.store.records):
