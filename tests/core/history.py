@@ -282,6 +282,10 @@ class History(RuleBasedStateMachine):
         chosen = set(lease.devices)
         assert len(chosen) == len(lease.devices)
         for one in chosen:
+            device = self.host.governor.devices[one]
+            assert device.last_open < device.last_clean, "granted, and opened since the last clean scan"
+            assert device.health in (Health.HEALTHY, Health.UNKNOWN)
+            assert not device.suspected
             kin = relatives(self.host.governor, one)
             assert not kin & chosen, "two relatives in one lease"
             assert not [other for other in kin if busy(self.host.governor, other)], "a relative is busy"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hetero_agent.core import world
 from hetero_agent.core.effects import (
     DeviceAdded,
     DeviceRemoved,
@@ -276,6 +277,17 @@ def test_the_last_twenty_transitions() -> None:
         host.scan()
     assert len(host.governor.history("d", 99)) == 20
     assert [one.to_state for one in host.governor.history("d", 3)] == ["in-use", "reclaiming", "idle"]
+
+
+def test_histories_of_gone_devices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "HISTORIES", 4)
+    host = host_with(card("d", 1), card("e", 2))
+    for index in range(20):
+        host.observe(card(f"x{index}", 10 + index))
+        host.scan()
+        host.observe(gone=(f"x{index}",))
+    assert len(host.governor.world.histories) == 4
+    assert {"d", "e", "x19"} <= set(host.governor.world.histories)
 
 
 # -- health ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from hetero_agent.core.effects import ConflictSeen, ErrorKind, OrphanFound, Refuse, Terminate
 from hetero_agent.core.events import Closed, OwnerGone
-from hetero_agent.core.model import AuditKind, Binding, Holder, Node, OnEnd, ProcessRef, Role, UnitRef
+from hetero_agent.core.model import AuditKind, Binding, Holder, Node, OnEnd, Options, ProcessRef, Role, UnitRef
 from tests.core.host import SECOND, Host, card, holder, own
 
 OWNER = ProcessRef(42, 1)
@@ -223,6 +223,19 @@ def test_occupied_after_two_sightings_two_seconds_apart() -> None:
     assert host.of(OrphanFound) == []
     host.scan()
     assert host.state("d") == "idle"
+
+
+def test_a_device_with_a_stranger_on_it_is_not_granted_meanwhile() -> None:
+    host = host_with()
+    host.scan({"d": [holder(9)]})
+    assert (host.state("d"), host.governor.resources()["v/gpu"]["allocatable"]) == ("idle", 0)
+    [row] = host.governor.explain("v/gpu", 1, Options()).devices
+    assert row == ("d", "idle", False, "somebody has it open; looking again")
+    token = host.ask()
+    assert token not in host.answers
+    host.scan()
+    host.prepared(host.preparing().id)
+    host.body(token)
 
 
 def test_two_passers_by_do_not_occupy() -> None:
