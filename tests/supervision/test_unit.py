@@ -41,7 +41,8 @@ def test_systemd_analyze_has_nothing_to_say() -> None:
         program.chmod(0o755)
         unit = Path("/mnt/unit/hetero-agent.service")
         unit.write_bytes(Path(sys.argv[1]).read_bytes())
-        done = subprocess.run(["systemd-analyze", "--man=no", "verify", str(unit)], capture_output=True, text=True)
+        command = ["systemd-analyze", "--man=no", "verify", str(unit)]
+        done = subprocess.run(command, capture_output=True, text=True)
         print(done.returncode, done.stdout, done.stderr, sep="|")
         """,
         str(SYSTEMD / "hetero-agent.service"),
