@@ -67,7 +67,7 @@ class _Nodes:
 
 def correlate(facts: DeviceFacts, profile: Profile) -> Correlated:
     """Make the record of one device, and those of its partitions."""
-    if "virtfn0" in facts.identity.entries:
+    if any(name.startswith("virtfn") for name in facts.identity.entries):
         # An SR-IOV physical function with virtual functions switched on: these are the units.
         return Correlated()
     nodes = _nodes(facts, profile)

@@ -191,6 +191,8 @@ class KernelSource:
                 anchor = self._anchor(path, event.subsystem)
                 if anchor is None:
                     continue
+                if event.action == "remove" and anchor == path:
+                    self._dirty.update(self._physical_function_of(anchor))
                 if event.action == "remove" and anchor == path and anchor in self._stuck:
                     # it is gone, whatever the read of it still waits for; another may come here
                     self._stuck.discard(anchor)
@@ -219,6 +221,12 @@ class KernelSource:
     def _with_kfd(self) -> list[str]:
         """Return the devices whose records depend on the KFD topology, which all of them share."""
         return [path for path, facts in self._facts.items() if "kfd" in self._profile_of(facts).facts]
+
+    def _physical_function_of(self, anchor: str) -> list[str]:
+        """Return the device that ANCHOR is a virtual function of: when the last one goes it counts
+        itself again, and the kernel (6.1) says nothing of that."""
+        name = self._facts[anchor].links.get("physfn") if anchor in self._facts else None
+        return [path for path, facts in self._facts.items() if name and facts.identity.name == name]
 
     def _profile_of(self, facts: DeviceFacts) -> profiles.Profile:
         return self._profiles.named(facts.profile)

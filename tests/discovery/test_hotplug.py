@@ -346,3 +346,26 @@ def test_suspicious_node_modes_are_problems() -> None:
 
     with bed() as mock:
         asyncio.run(body(mock))
+
+
+@in_umockdev()
+def test_the_physical_function_is_back_when_its_virtual_ones_are_gone() -> None:
+    async def body(mock: Bed) -> None:
+        physical = amd_card(mock, CARD, 0)
+        virtual = [amd_card(mock, f"0000:03:02.{number}", 1 + number) for number in (0, 1)]
+        for number, path in enumerate(virtual):
+            mock.link(f"{path}/physfn", f"../{CARD}")
+            mock.link(f"{physical}/virtfn{number}", f"../0000:03:02.{number}")
+        async with watching() as seen:
+            assert list(seen.records) == ["0000:03:02.0", "0000:03:02.1"]
+            for number, path in enumerate(virtual):
+                # as the kernel does it: the link, then the function with its event; none for the physical one
+                mock.real(f"{physical}/virtfn{number}").unlink()
+                mock.remove(path)
+                await seen.until(lambda records: f"0000:03:02.{number}" not in records, "the removal")  # noqa: B023
+                assert number == 1 or CARD not in seen.records
+            await seen.until(lambda records: list(records) == [CARD], "the physical function")
+            assert not any(event.resync for event in seen.events)
+
+    with bed() as mock:
+        asyncio.run(body(mock))
