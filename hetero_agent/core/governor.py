@@ -29,6 +29,8 @@ from hetero_agent.core.events import (
     Confirm,
     CordonStored,
     Event,
+    Happened,
+    HealthJudged,
     HealthSeen,
     Note,
     Observed,
@@ -56,13 +58,15 @@ from hetero_agent.core.model import (
     Lease,
     LeaseState,
     Obstacle,
+    Opinion,
     Options,
+    Origin,
     RequestKey,
     Result,
     State,
 )
 from hetero_agent.core.ports import Explanation
-from hetero_agent.core.presence import Presence
+from hetero_agent.core.presence import Presence, evidence_fields
 from hetero_agent.core.returns import Returns
 from hetero_agent.core.world import HISTORY, Settings, World
 from hetero_agent.text import printable
@@ -134,6 +138,10 @@ class Governor:
                     self.world.set_ready()
             case HealthSeen():
                 self.presence.health(event)
+            case HealthJudged():
+                self.presence.judged(event)
+            case Happened():
+                self.presence.happened(event)
             case ProviderGone():
                 self.presence.provider_gone(event)
             case SetCordon():
@@ -142,10 +150,23 @@ class Governor:
                 self.presence.cordon_stored(event)
             case Refused():
                 self._audit_refused(event)
-            case Note(at, kind, text, priority):
-                self.world.audit(kind, at, text, priority=priority)
+            case Note():
+                self._note(event)
             case Tick():
                 self._tick(event.at)
+
+    def _note(self, event: Note) -> None:
+        device = self.world.devices.get(event.device)
+        self.world.audit(
+            event.kind,
+            event.at,
+            event.text,
+            priority=event.priority,
+            device=device.record if device else None,
+            lease=device.lease if device else "",
+            reason=event.text if device else "",
+            extra=evidence_fields(event.evidence),
+        )
 
     def _tick(self, at: Instant) -> None:
         for kind, name in self.world.due(at.boot):
@@ -313,15 +334,20 @@ class Governor:
     def _placeholder(self, record: DeviceRecord, state: State, lease: str, at: Instant) -> None:
         """A device that the ledger knows before its source has spoken."""
         world = self.world
+        said = Opinion(Health.UNKNOWN)
+        if record.source == KERNEL:
+            said = Opinion(record.health, record.health_reason)
         device = Device(
             record=record,
             present=state is not State.LOST,
             state=state,
             reason="",
             since=at,
-            health=record.health if record.source == KERNEL else Health.UNKNOWN,
-            health_reason=record.health_reason if record.source == KERNEL else "",
+            health=said.health,
+            health_reason=said.reason,
+            opinions={Origin.SOURCE: said},
             lease=lease,
+            probed=not world.settings.probes,
             appeared=at.boot,
             count=world.counts.get(world.key(record), 0),
             cordon=world.cordon_of(record),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetero_agent.core import requests
@@ -14,9 +15,19 @@ from hetero_agent.core.effects import (
     Reply,
     RequestScan,
     StoreCordon,
+    WatchHealth,
     WatchNodes,
 )
-from hetero_agent.core.events import CordonStored, HealthSeen, Observed, ProviderGone, SetCordon, Token
+from hetero_agent.core.events import (
+    CordonStored,
+    Happened,
+    HealthJudged,
+    HealthSeen,
+    Observed,
+    ProviderGone,
+    SetCordon,
+    Token,
+)
 from hetero_agent.core.grants import Grants
 from hetero_agent.core.lifecycle import Trigger, row
 from hetero_agent.core.model import (
@@ -28,10 +39,13 @@ from hetero_agent.core.model import (
     Instant,
     Obstacle,
     OnFault,
+    Opinion,
+    Origin,
     RequestKey,
     State,
 )
 from hetero_agent.core.returns import Returns
+from hetero_agent.core.verdict import SEVERITY, combine
 from hetero_agent.core.world import World, in_hands
 from hetero_agent.text import printable
 
@@ -109,10 +123,14 @@ class Presence:
             # it can be read only while a driver is bound; the device is still that one
             record = replace(record, serial=old.serial)
         first = fresh or device.provider_gone or record.id in self._unseen
-        said = (record.health, record.health_reason)
+        said = Opinion(record.health, record.health_reason)
         news = None
-        if (first or said != (old.health, old.health_reason)) and said != (device.health, device.health_reason):
-            news = HealthSeen(at, record.source, record.id, *said)
+        if (first or said[:2] != (old.health, old.health_reason)) and said != device.opinions[Origin.SOURCE]:
+            news = said
+        if first or record != old or not device.present:
+            world.effect(WatchHealth(record.id, record))
+        if record.driver != old.driver and not fresh and old.source:
+            world.correlate(device, "driver-change", at, f"{old.driver or 'none'} -> {record.driver or 'none'}")
         world.discard(self._unseen, record.id)
         world.put_device(replace(device, record=record, present=True))
         device = world.devices[record.id]
@@ -131,11 +149,14 @@ class Presence:
             world.put_device(device)
             self._leased_record(device, old, at)
             if news is not None:
-                self.health(news)
+                self._opine(record.id, Origin.SOURCE, news, at)
         else:
             if news is not None:
-                device = self._heard(device, news)
+                device = self._heard(device, Origin.SOURCE, news, at)
             world.move(device, Trigger.OBSERVED, at)
+            self._pass_down(record.id, at)
+        if record.parent != old.parent:
+            self._opine(record.id, Origin.PARENT, self._of_parent(record.parent), at)
 
     def _replaced(self, device: Device, record: DeviceRecord, at: Instant) -> bool:
         """If there is another device in the place now, the one before is gone."""
@@ -191,15 +212,22 @@ class Presence:
 
     def _appear(self, record: DeviceRecord, at: Instant) -> None:
         world = self.world
-        health = record.health
+        opinions = {Origin.SOURCE: Opinion(record.health, record.health_reason)}
+        if record.parent:
+            opinions[Origin.PARENT] = self._of_parent(record.parent)
+        health = combine(opinions.values())
         device = Device(
             record=record,
             present=True,
             state=State.PROBING,
             reason="not scanned",
             since=at,
-            health=health,
-            health_reason=record.health_reason,
+            health=health.health,
+            health_reason=health.reason,
+            opinions=opinions,
+            confirming=health.confirming,
+            told=health.health is Health.UNHEALTHY,
+            probed=not world.settings.probes,
             appeared=at.boot,
         )
         world.put_device(device)
@@ -213,14 +241,17 @@ class Presence:
         )
         world.effect(DeviceAdded(record.id))
         world.effect(WatchNodes(record.id, record))
+        world.effect(WatchHealth(record.id, record))
         world.effect(RequestScan((record.id,)))
         world.move(device, Trigger.OBSERVED, at)
+        self._pass_down(record.id, at)
 
     def _gone(self, device: Device, at: Instant, reason: str = "unplugged") -> None:
         world = self.world
         world.discard(self._unseen, device.id)
         device = replace(device, present=False)
         if in_hands(device):
+            world.effect(WatchHealth(device.id, None))
             if device.state is not State.LOST:
                 lease = world.leases.get(device.lease)
                 world.move(device, Trigger.UNPLUGGED, at, reason=reason)
@@ -235,53 +266,106 @@ class Presence:
         world.move(device, Trigger.UNPLUGGED, at)
         if debt is not None and debt.lease:
             self.grants.returned(debt.lease, (device.id,), at)
+        self._pass_down(device.id, at)
 
     # -- health ----------------------------------------------------------------------------------------
     def health(self, event: HealthSeen) -> None:
-        """A confirmed statement about a device."""
+        """The source of a device states its health."""
+        device = self.world.devices.get(event.device)
+        if device is not None and device.record.source == event.source:
+            said = Opinion(event.health, event.reason, event.evidence)
+            self._opine(event.device, Origin.SOURCE, said, event.at)
+
+    def judged(self, event: HealthJudged) -> None:
+        """Probes, or the kernel's messages, say something of devices."""
         world = self.world
-        device = world.devices.get(event.device)
-        if device is None or device.record.source != event.source:
+        for device_id, opinion in event.opinions.items():
+            device = world.devices.get(device_id)
+            if device is not None:
+                first = event.origin is Origin.PROBE and not device.probed
+                self._opine(device_id, event.origin, opinion, event.at, first_probe=first)
+
+    def _opine(
+        self, device_id: str, origin: Origin, opinion: Opinion, at: Instant, first_probe: bool = False
+    ) -> None:
+        """Take what ORIGIN says now, and do what follows for the device and its units."""
+        world = self.world
+        before = world.devices[device_id]
+        opinion = opinion._replace(reason=printable(opinion.reason))
+        if opinion == before.opinions.get(origin, Opinion(Health.HEALTHY)) and not first_probe:
             return
-        if (device.health, device.health_reason) == (event.health, printable(event.reason)):
+        device = self._heard(replace(before, probed=before.probed or first_probe), origin, opinion, at)
+        if in_hands(device):
+            world.put_device(device)
+            if (device.health, device.health_reason) != (before.health, before.health_reason):
+                self._leased_health(device, at)
+        else:
+            world.move(device, _trigger(device), at)
+        self._pass_down(device_id, at)
+
+    def _leased_health(self, device: Device, at: Instant) -> None:
+        """A fault of a device that a lease has may end the lease."""
+        lease = self.world.leases.get(device.lease)
+        if lease is None or device.health is not Health.UNHEALTHY or device.state is State.LOST:
             return
-        device = self._heard(device, event)
-        bad = device.health is Health.UNHEALTHY
-        trigger = Trigger.UNHEALTHY if bad else Trigger.HEALTHY
-        lease = world.leases.get(device.lease) if in_hands(device) else None
-        if lease is None:
-            world.move(device, trigger, event.at)
-            return
-        world.put_device(device)
-        if not bad or device.state is State.LOST:
-            return
-        if device.state is State.IN_USE and lease.on_fault is OnFault.KILL:
-            trigger = Trigger.UNHEALTHY_KILL
+        kill = device.state is State.IN_USE and lease.on_fault is OnFault.KILL
+        trigger = Trigger.UNHEALTHY_KILL if kill else Trigger.UNHEALTHY
         found = row(device.state, trigger)
         if found is not None and found.to is State.RECLAIMING:
-            why = f"{device.id} is unhealthy: {event.reason}"
-            self.grants.end(lease, trigger, event.at, cause=device.id, reason=why)
+            why = f"{device.id} is unhealthy: {device.health_reason}"
+            self.grants.end(lease, trigger, at, cause=device.id, reason=why)
 
-    def _heard(self, device: Device, event: HealthSeen) -> Device:
+    def _heard(self, device: Device, origin: Origin, opinion: Opinion, at: Instant) -> Device:
         """Tell what is new about the health of a device; returns it with that."""
         world = self.world
-        was, now = device.health, event.health
-        bad = now is Health.UNHEALTHY
-        if was is not now:
+        opinions = {**device.opinions, origin: opinion}
+        now = combine(opinions.values())
+        was, reason = device.health, printable(now.reason)
+        old = (was, device.health_reason, device.confirming)
+        device = replace(
+            device, opinions=opinions, health=now.health, health_reason=reason, confirming=now.confirming
+        )
+        if old[:2] == (now.health, reason):
+            return device
+        bad = now.health is Health.UNHEALTHY
+        if was is not now.health:
             world.audit(
                 AuditKind.HEALTH,
-                event.at,
-                f"{device.id} is {now} (was {was}){': ' + event.reason if event.reason else ''}",
+                at,
+                f"{device.id} is {now.health} (was {was}){': ' + reason if reason else ''}",
                 priority=3 if bad else 5,
                 device=device.record,
                 lease=device.lease,
-                trigger=Trigger.UNHEALTHY if bad else Trigger.HEALTHY,
-                reason=event.reason,
-                extra={f"EVIDENCE_{key}": value for key, value in event.evidence.items()},
+                trigger=_trigger(device),
+                reason=reason,
+                extra=evidence_fields(now.evidence),
             )
-        if bad or (was is Health.UNHEALTHY and now is Health.HEALTHY):
-            world.effect(HealthChanged(device.id, str(now), event.reason, device.lease, event.evidence))
-        return replace(device, health=now, health_reason=printable(event.reason))
+        if bad or (device.told and now.health is Health.HEALTHY):
+            world.effect(HealthChanged(device.id, str(now.health), reason, device.lease, now.evidence))
+            device = replace(device, told=bad)
+        return device
+
+    # -- cards and their units -----------------------------------------------------------------------
+    def _of_parent(self, parent: str) -> Opinion:
+        """What the health of a card says of its units: its faults and doubts are theirs too."""
+        card = self.world.devices.get(parent)
+        if card is None or SEVERITY[card.health] < SEVERITY[Health.SUSPECT]:
+            return Opinion(Health.HEALTHY)
+        return Opinion(card.health, f"its card {card.id}: {card.health_reason}", {}, card.confirming)
+
+    def _pass_down(self, device_id: str, at: Instant) -> None:
+        units = self.world.units_of(device_id)
+        if units:
+            opinion = self._of_parent(device_id)
+            for unit in units:
+                if unit in self.world.devices:
+                    self._opine(unit, Origin.PARENT, opinion, at)
+
+    def happened(self, event: Happened) -> None:
+        """Something befell the host: it goes into the histories of the devices it concerns."""
+        for device in list(self.world.devices.values()):
+            if in_hands(device) or not event.leased:
+                self.world.correlate(device, event.what, event.at, event.text)
 
     # -- providers --------------------------------------------------------------------------------------
     def provider_gone(self, event: ProviderGone) -> None:
@@ -295,19 +379,29 @@ class Presence:
             reason=event.name,
         )
         trigger = Trigger.PROVIDER_BACK if event.back else Trigger.PROVIDER_GONE
-        for known in list(world.devices.values()):
+        for device_id in list(world.devices):
+            known = world.devices[device_id]
             if known.record.source != event.name or known.provider_gone is not event.back:
                 continue
+            own = known.opinions[Origin.SOURCE]
+            said = own._replace(health=known.health_before if event.back else Health.UNKNOWN)
+            opinions = {**known.opinions, Origin.SOURCE: said}
+            health = combine(opinions.values())
             device = replace(
                 known,
                 provider_gone=not event.back,
-                health=known.health_before if event.back else Health.UNKNOWN,
-                health_before=known.health,
+                opinions=opinions,
+                health=health.health,
+                health_reason=health.reason,
+                confirming=health.confirming,
+                health_before=own.health,
             )
             if in_hands(device):
                 world.put_device(device)
+                world.correlate(device, trigger, event.at, f"provider {printable(event.name, 64)}")
             else:
                 world.move(device, trigger, event.at)
+            self._pass_down(known.id, event.at)
 
     # -- cordons ----------------------------------------------------------------------------------------
     def set_cordon(self, event: SetCordon) -> None:
@@ -375,6 +469,8 @@ class Presence:
             if cordon == known.cordon:
                 continue
             changed = replace(known, cordon=cordon)
+            if cordon is None and known.present:
+                world.effect(WatchHealth(known.id, known.record, repaired=True))
             if in_hands(changed):
                 world.put_device(changed)
             else:
@@ -382,3 +478,12 @@ class Presence:
         requests.remember(world, key, call.fingerprint, "{}", event.at)
         for token in wait.tokens:
             world.effect(Reply(token, "{}"))
+
+
+def evidence_fields(evidence: Mapping[str, str]) -> dict[str, str]:
+    """Return EVIDENCE as extra fields of an audit record."""
+    return {f"EVIDENCE_{key}": value for key, value in evidence.items()}
+
+
+def _trigger(device: Device) -> Trigger:
+    return Trigger.UNHEALTHY if device.health is Health.UNHEALTHY else Trigger.HEALTHY

@@ -19,6 +19,7 @@ from hetero_agent.core.effects import (
     Effect,
     Outcome,
     StateChanged,
+    WatchHealth,
     WatchNodes,
 )
 from hetero_agent.core.lifecycle import Facts, To, Trigger, row, settle
@@ -56,7 +57,9 @@ _BUSY = frozenset({State.ALLOCATING, State.IN_USE, State.RECLAIMING, State.OCCUP
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the governor goes by; durations in microseconds, limits as in the configuration."""
+    """What the governor goes by; durations in microseconds, limits as in the configuration.
+
+    PROBES: devices are probed, so a new one waits for its first probe."""
 
     confirm_within: int = 30_000_000
     reclaim_deadline: int = 60_000_000
@@ -64,6 +67,7 @@ class Settings:
     occupied_after: int = 2_000_000
     park: int = 5_000_000
     orphans_kill: bool = False
+    probes: bool = False
     system_holders: tuple[str, ...] = ()
     leases: int = 4096
     leases_per_uid: int = 1024
@@ -92,6 +96,8 @@ class World:
         self.histories: dict[str, deque[AuditRecord]] = {}
         self.allocatable: dict[str, str] = {}
         self.free: Counter[str] = Counter()
+        self.confirming: dict[str, str] = {}
+        self.doubted: Counter[str] = Counter()
         self.tally: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.load: Counter[tuple[int, str]] = Counter()
         self.load_of_uid: Counter[int] = Counter()
@@ -250,7 +256,15 @@ class World:
         before = self.allocatable.pop(device_id, None)
         if before is not None:
             self.free[before] -= 1
-        if device is not None and not self.why_not(device):
+        before = self.confirming.pop(device_id, None)
+        if before is not None:
+            self.doubted[before] -= 1
+        if device is None or device.state is not State.IDLE:
+            return
+        if device.confirming and not self._in_the_way(device):
+            self.confirming[device_id] = device.record.resource
+            self.doubted[device.record.resource] += 1
+        if not self.why_not(device):
             resource = device.record.resource
             self.allocatable[device_id] = resource
             self.free[resource] += 1
@@ -270,6 +284,10 @@ class World:
             return f"{device.state}" + (f" ({device.reason})" if device.reason else "")
         if device.health is Health.SUSPECT:
             return "suspect" + (f" ({device.health_reason})" if device.health_reason else "")
+        return self._in_the_way(device)
+
+    def _in_the_way(self, device: Device) -> str:
+        """Return what beside state and health keeps the device from being granted."""
         if device.suspected:
             return "somebody has it open; looking again"
         if device.dirty:
@@ -280,8 +298,8 @@ class World:
         return ""
 
     def passing(self, device: Device) -> bool:
-        """Tell whether a scan that is under way may make the device grantable."""
-        return device.state is State.IDLE and (device.dirty or bool(device.suspected))
+        """Tell whether a scan or a probe that is under way may make the device grantable."""
+        return device.state is State.IDLE and (device.dirty or bool(device.suspected) or device.confirming)
 
     def pool(self, resource: str) -> Pool | None:
         """The grantable devices of RESOURCE in least-allocated order."""
@@ -292,8 +310,9 @@ class World:
         return [self.devices[device_id] for device_id in sorted(self._members.get(resource, ()))]
 
     def allocatable_of(self, resource: str) -> int:
-        """How many devices of a resource could be granted now."""
-        return self.free[resource]
+        """How many devices of a resource could be granted now; one that is suspect by a first sign
+        counts until that is confirmed, so that a blip does not go through every report."""
+        return self.free[resource] + self.doubted[resource]
 
     def find(self, name: str) -> Device | None:
         """The device with this id, or the one with this alias; an alias of several is nobody's."""
@@ -301,6 +320,10 @@ class World:
         return self.devices.get(name) or (self.devices.get(next(iter(known))) if len(known) == 1 else None)
 
     # -- relatives -------------------------------------------------------------------------------
+    def units_of(self, device_id: str) -> list[str]:
+        """The ids of the parts and shares of a device itself."""
+        return sorted(self._children.get(device_id, ()))
+
     def _busy(self, device: Device | None) -> bool:
         if device is None:
             return False
@@ -535,6 +558,7 @@ class World:
             self.drop_device(device.id)
             self.audit(AuditKind.GONE, at, f"{device.id} is gone", device=device.record)
             self.effect(WatchNodes(device.id, None))
+            self.effect(WatchHealth(device.id, None))
             self.effect(DeviceRemoved(device.id))
             return None
         if to is device.state:
@@ -585,6 +609,21 @@ class World:
                 {"sequence": record.sequence, "trigger": str(trigger), "lease": device.lease, "time": at.real},
             )
         )
+
+    def correlate(self, device: Device, what: str, at: Instant, reason: str) -> None:
+        """Put something that may be the cause of what comes next into a device's history."""
+        record = self.audit(
+            AuditKind.CORRELATION,
+            at,
+            f"{device.id}: {what}: {reason}",
+            device=device.record,
+            lease=device.lease,
+            from_state=device.state,
+            to_state=device.state,
+            trigger=what,
+            reason=reason,
+        )
+        self._keep(self.key(device.record), record)
 
     def _keep(self, key: str, record: AuditRecord) -> None:
         """Put a transition into the history, whose oldest entry goes if it is too much."""
