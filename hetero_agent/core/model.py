@@ -238,13 +238,18 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who did something, as the bus and /proc say; ``uid`` -1 is the agent itself."""
+    """Who did something, as the bus and /proc say; ``uid`` -1 is the agent itself.
+
+    AUTHORITY names the proof of an administrator's right that this one call came with (a polkit
+    action); "" means that uid and groups alone gave the right.
+    """
 
     uid: int = -1
     pid: int = 0
     unit: str = ""
     bus_name: str = ""
     client: str = ""
+    authority: str = ""
 
 
 #: The agent's own doing (deadlines, discovery, scans).

@@ -6,8 +6,8 @@ import pytest
 
 from hetero_agent.core import requests
 from hetero_agent.core.effects import ErrorKind, PrepareAccess, Reply, Terminate
-from hetero_agent.core.events import AccessFailed, OwnerGone
-from hetero_agent.core.model import AuditKind, Binding, ProcessRef, RequestKey
+from hetero_agent.core.events import AccessFailed, Confirm, OwnerGone, Release
+from hetero_agent.core.model import Actor, AuditKind, Binding, ProcessRef, RequestKey
 from tests.core.host import HOUR, SECOND, Host, card, holder
 
 
@@ -120,6 +120,33 @@ def test_only_owner_and_root(host: Host) -> None:
     assert host.error(host.release(lease.id, uid=1001)) is ErrorKind.NOT_OWNER
     assert host.body(host.confirm(lease.id, uid=0)) == "{}"
     assert host.body(host.release(lease.id, uid=0)) == '{"changed": true}'
+
+
+def _release_by(host: Host, actor: Actor, lease: str, request_id: str) -> int:
+    token = host.token()
+    host.do(Release(host.later(), token, actor, request_id, lease, lease))
+    return token
+
+
+def test_an_administrators_authority_releases_what_is_anothers(host: Host) -> None:
+    lease, kept = host.grant(), host.grant()
+    administrator = Actor(1001, authority="a.right")
+    assert host.body(_release_by(host, administrator, lease.id, "x")) == '{"changed": true}'
+    (ended,) = host.audits(AuditKind.ENDED)
+    assert (ended.actor.uid, ended.actor.authority) == (1001, "a.right")
+    # the authority was for that call: without it there is the answer of then, and nothing new
+    host.scan()
+    assert host.body(_release_by(host, Actor(1001), lease.id, "x")) == '{"changed": true}'
+    assert host.error(_release_by(host, Actor(1001), lease.id, "y")) is ErrorKind.NOT_OWNER
+    assert host.error(_release_by(host, Actor(1001), kept.id, "z")) is ErrorKind.NOT_OWNER
+    assert kept.id in host.governor.leases
+
+
+def test_the_authority_to_release_is_none_to_confirm(host: Host) -> None:
+    lease = host.grant()
+    token = host.token()
+    host.do(Confirm(host.later(), token, Actor(1001, authority="a.right"), "x", "f", lease.id, Binding()))
+    assert host.error(token) is ErrorKind.NOT_OWNER
 
 
 def test_after_a_failed_grant_the_id_is_usable_at_once(host: Host) -> None:
