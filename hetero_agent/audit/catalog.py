@@ -31,4 +31,6 @@ MESSAGE_IDS: Final[dict[AuditKind, str]] = {
     AuditKind.STOPPED: "616de70279be4457b14b73739a276b70",
     AuditKind.STORE: "88411149fa1a4a6ca0bcce6c5cfe61f4",
     AuditKind.RELOADED: "48b0b98dd59a4f70af5a4369c9695da9",
+    AuditKind.CORRELATION: "866e9f7c3abf42d9a9b0616c256585e5",
+    AuditKind.APPLICATION_FAULT: "e9ea1b7d4ae340f39562ab6514c542c8",
 }

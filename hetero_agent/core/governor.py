@@ -90,6 +90,7 @@ class Governor:
         self.world.begin()
         try:
             self._dispatch(event)
+            self.presence.cards_gone(event.at)
         except Refusal as refusal:
             self.world.undo()
             if isinstance(event, (Allocate, Confirm, Release, SetCordon, Reap)):

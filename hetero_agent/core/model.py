@@ -423,6 +423,10 @@ class AuditKind(StrEnum):
     APPLICATION_FAULT = "application-fault"
 
 
+#: What the history of a device is made of.
+HISTORIC = frozenset({AuditKind.TRANSITION, AuditKind.CORRELATION})
+
+
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
     """One line of the audit trail.  SEQUENCE is gapless over restarts within a boot of the

@@ -266,7 +266,6 @@ class Presence:
         world.move(device, Trigger.UNPLUGGED, at)
         if debt is not None and debt.lease:
             self.grants.returned(debt.lease, (device.id,), at)
-        self._pass_down(device.id, at)
 
     # -- health ----------------------------------------------------------------------------------------
     def health(self, event: HealthSeen) -> None:
@@ -360,6 +359,11 @@ class Presence:
             for unit in units:
                 if unit in self.world.devices:
                     self._opine(unit, Origin.PARENT, opinion, at)
+
+    def cards_gone(self, at: Instant) -> None:
+        """The units of what is gone since the event began no longer suffer from it."""
+        for device_id in self.world.gone:
+            self._pass_down(device_id, at)
 
     def happened(self, event: Happened) -> None:
         """Something befell the host: it goes into the histories of the devices it concerns."""

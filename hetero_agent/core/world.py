@@ -104,6 +104,7 @@ class World:
         self.held: Counter[tuple[int, str]] = Counter()
         self.remembered: Counter[int] = Counter()
         self.outcome = Outcome()
+        self.gone: list[str] = []
         self.by_lease: defaultdict[str, set[RequestKey]] = defaultdict(set)
         self.remembered_leases: dict[str, int] = {}
         self._names: defaultdict[str, set[str]] = defaultdict(set)
@@ -121,6 +122,7 @@ class World:
     def begin(self) -> None:
         """Start the changes of one event."""
         self.outcome = Outcome()
+        self.gone.clear()
         self._undo.clear()
 
     def finish(self) -> Outcome:
@@ -556,6 +558,7 @@ class World:
         if to is None:
             self._audit_move(device, "gone", trigger, at, reason=why, actor=actor, request_id=request_id)
             self.drop_device(device.id)
+            self.gone.append(device.id)
             self.audit(AuditKind.GONE, at, f"{device.id} is gone", device=device.record)
             self.effect(WatchNodes(device.id, None))
             self.effect(WatchHealth(device.id, None))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_agent.core.effects import Changes, Restored
-from hetero_agent.core.model import AuditKind, AuditRecord, Cordon
+from hetero_agent.core.model import HISTORIC, AuditRecord, Cordon
 from hetero_agent.store.database import StoreError, StoreInUse, StoreUnusable
 from hetero_agent.store.lasting_file import BLOCK, DEVICES, HISTORY, Found, LastingFile
 
@@ -168,7 +168,7 @@ class SqliteLasting:
         """Take counts and history of CHANGES along; written soon, lost without harm."""
         later = _Batch(counts=changes.counts)
         for record in changes.audits:
-            if record.kind is AuditKind.TRANSITION and record.device:
+            if record.kind in HISTORIC and record.device:
                 later.history.setdefault(history_key(record), deque(maxlen=HISTORY)).append(record)
         with self._lock:
             idle = not self._batch

@@ -36,6 +36,7 @@ from hetero_agent.core.events import (
     CordonStored,
     DeviceScan,
     Event,
+    HealthJudged,
     HealthSeen,
     Observed,
     Opened,
@@ -64,7 +65,9 @@ from hetero_agent.core.model import (
     Obstacle,
     OnEnd,
     OnFault,
+    Opinion,
     Options,
+    Origin,
     Policy,
     ProcessRef,
     RequestKey,
@@ -478,6 +481,18 @@ class History(RuleBasedStateMachine):
         device = self._pick(pick, self.host.governor.devices.values())
         if device is not None:
             self.do(HealthSeen(self.host.later(), device.record.source, device.id, health, f"is {health}"))
+
+    @rule(
+        pick=picks,
+        origin=st.sampled_from([Origin.PROBE, Origin.KERNEL]),
+        health=st.sampled_from(list(Health)),
+        confirming=st.booleans(),
+    )
+    def judged(self, pick: int, origin: Origin, health: Health, confirming: bool) -> None:
+        device = self._pick(pick, self.host.governor.devices.values())
+        if device is not None:
+            said = Opinion(health, f"{origin} says {health}", {}, confirming and health is Health.SUSPECT)
+            self.do(HealthJudged(self.host.later(), origin, {device.id: said}))
 
     def _provider(self) -> None:
         """The provider leaves, or comes back."""
@@ -977,6 +992,7 @@ class History(RuleBasedStateMachine):
         world = self.host.governor.world
         for device in world.devices.values():
             assert device.cordon == world.cordon_of(device.record), device.id
+            self._health_is_the_worst(device)
             if device.state not in IN_HANDS:
                 state, _ = settle(world.facts(device))
                 assert device.state is state, device.id
@@ -985,6 +1001,17 @@ class History(RuleBasedStateMachine):
                     or (device.state is State.FAULTY and device.id in world.debts)
                 )
                 assert device.present
+
+    def _health_is_the_worst(self, device: Device) -> None:
+        """Of what all say, the card's health included if that is bad."""
+        order = [Health.HEALTHY, Health.UNKNOWN, Health.SUSPECT, Health.UNHEALTHY]
+        said = [one.health for one in device.opinions.values()]
+        assert device.health is max(said, key=order.index), device.id
+        card = self.host.governor.devices.get(device.record.parent)
+        if card is not None and card.health in (Health.SUSPECT, Health.UNHEALTHY):
+            assert order.index(device.health) >= order.index(card.health), device.id
+        elif Origin.PARENT in device.opinions:
+            assert device.opinions[Origin.PARENT].health is Health.HEALTHY, device.id
 
     def _counts_add_up(self) -> None:
         governor = self.host.governor

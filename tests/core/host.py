@@ -46,6 +46,7 @@ from hetero_agent.core.events import (
 )
 from hetero_agent.core.governor import Governor
 from hetero_agent.core.model import (
+    HISTORIC,
     Actor,
     AuditKind,
     AuditRecord,
@@ -134,7 +135,7 @@ class Store:
             assert record.generation > self.generation, "the generation does not grow"
             self.sequence, self.generation = record.sequence, record.generation
             self.audits.append(record)
-            if record.kind is AuditKind.TRANSITION:
+            if record.kind in HISTORIC:
                 key = f"serial:{record.serial}" if record.serial else record.device
                 self.history.setdefault(key, deque(maxlen=20)).append(record)
         assert changes.sequence == self.sequence or not changes
@@ -455,6 +456,8 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "histories": {key: list(records) for key, records in world.histories.items()},
         "allocatable": world.allocatable,
         "free": +world.free,
+        "confirming": world.confirming,
+        "doubted": +world.doubted,
         "tally": {resource: +counts for resource, counts in world.tally.items()},
         "load": +world.load,
         "load_of_uid": +world.load_of_uid,
@@ -517,8 +520,15 @@ def recount(governor: Governor) -> dict[str, Any]:
         for device in governor.devices.values()
         if not governor.world.why_not(device)
     }
+    held_back = {
+        device.id: device.record.resource
+        for device in governor.devices.values()
+        if device.confirming and not governor.world.why_not(replace(device, health=Health.HEALTHY))
+    }
     return {
         "tally": tally,
+        "confirming": held_back,
+        "doubted": Counter(held_back.values()),
         "load": load,
         "load_of_uid": of_uid,
         "held": +held,
