@@ -447,7 +447,7 @@ class Returns:
             )
             done = f"got SIG{event.signal}" if event.sent else f"was not signalled: {event.reason}"
             self._audit_signal(device, holder, event.at, done)
-        for key, wait in list(self._reaps.items()):
+        for key, wait in sorted(self._reaps.items(), key=lambda one: one[1].tokens):
             if wait.device != event.device or event.holder not in wait.left:
                 continue
             left = wait.left - {event.holder}
