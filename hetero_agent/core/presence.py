@@ -37,6 +37,7 @@ from hetero_agent.core.model import (
     DeviceRecord,
     Health,
     Instant,
+    Node,
     Obstacle,
     OnFault,
     Opinion,
@@ -140,7 +141,7 @@ class Presence:
             count=world.counts.get(world.key(record), 0 if fresh else device.count),
             provider_gone=False,
         )
-        if record.own_nodes != old.own_nodes:
+        if _other_nodes(record, old):
             world.effect(WatchNodes(record.id, record))
             # a node under a new number: nobody has looked at it yet
             device = replace(device, scanned=False, appeared=at.boot, last_open=at.boot)
@@ -201,7 +202,7 @@ class Presence:
             if lease is not None:
                 self.grants.lost(lease, device.id, at)
         elif (
-            device.record.own_nodes != old.own_nodes
+            _other_nodes(device.record, old)
             and old.source
             and device.state is State.ALLOCATING
             and lease is not None
@@ -491,3 +492,12 @@ def evidence_fields(evidence: Mapping[str, str]) -> dict[str, str]:
 
 def _trigger(device: Device) -> Trigger:
     return Trigger.UNHEALTHY if device.health is Health.UNHEALTHY else Trigger.HEALTHY
+
+
+def _other_nodes(record: DeviceRecord, old: DeviceRecord) -> bool:
+    """Tell whether the own nodes are others; another mode or group makes no other node."""
+
+    def places(one: DeviceRecord) -> list[Node]:
+        return [replace(node, mode=0, gid=0) for node in one.own_nodes]
+
+    return places(record) != places(old)

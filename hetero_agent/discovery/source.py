@@ -128,11 +128,15 @@ class KernelSource:
             self._resync_task = asyncio.create_task(self._resync(), name="discovery-resync")
 
     def progress(self) -> float:
-        """Return when (time.monotonic) the monitor's socket was last seen readable or empty.
+        """Look at the monitor's socket; return when (time.monotonic) it could last be read.
 
         A stuck read of a device doesn't count: it is a problem of that device.
         """
-        return self._monitor.last_alive if self._monitor is not None else 0.0
+        if self._monitor is None:
+            return 0.0
+        # now and not at the next heartbeat, which may be further away than the watchdog's interval
+        self._monitor.check()
+        return self._monitor.last_alive
 
     def problems(self) -> list[str]:
         """Return what an administrator should know, each with what to do about it."""

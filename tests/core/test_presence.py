@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from hetero_agent.core.model import (
     Result,
     Role,
 )
-from tests.core.host import GPU, SECOND, Host, card, holder
+from tests.core.host import GPU, SECOND, Host, card, holder, own
 
 
 def host_with(*records: DeviceRecord) -> Host:
@@ -196,6 +197,22 @@ def test_a_node_that_changes_while_leased(confirm: bool) -> None:
     host.observe(card("d", 7))
     assert host.state("d") == ("in-use" if confirm else "reclaiming")
     assert host.governor.leases[lease.id].result is (Result.NONE if confirm else Result.FAILED)
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_another_mode_of_a_node_is_no_other_node(confirm: bool) -> None:
+    host = host_with(card("d", 1), card("e", 2))
+    lease = host.grant(confirm=confirm)
+    (leased,) = lease.devices
+    state = host.state(leased)
+    free = "e" if leased == "d" else "d"
+    for name, number in (("d", 1), ("e", 2)):
+        # what udev's rules and an ACL's mask do
+        host.observe(card(name, nodes=(replace(own(number), mode=0o600, gid=7),)))
+    assert host.state(leased) == state
+    assert host.state(free) == "idle"
+    assert host.scans() == []
+    assert host.governor.leases[lease.id].result is Result.NONE
 
 
 # -- identity --------------------------------------------------------------------------------------

@@ -113,9 +113,26 @@ def test_uevents_of_the_kernel_reach_the_reader(tmp_path: Path) -> None:
 def test_real_uevents_by_writing_to_sysfs(tmp_path: Path) -> None:
     async def body() -> None:
         async with watching(with_console(tmp_path), table=KERNEL) as seen:
-            before = seen.source.progress()
+            before = seen.source._monitor.last_alive
             Path(TTY60, "uevent").write_text("change")
-            await wait_until_async(lambda: seen.source.progress() > before, timeout=1.5, what="the event")
+            await wait_until_async(
+                lambda: seen.source._monitor.last_alive > before, timeout=1.5, what="the event"
+            )
+
+    asyncio.run(body())
+
+
+@own_network
+def test_progress_is_proven_when_it_is_asked_for(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with watching(with_console(tmp_path), table=KERNEL) as seen:
+            # more often than the heartbeat, as by a watchdog with a short interval
+            asked = time.monotonic()
+            assert seen.source.progress() >= asked
+            seen.source._monitor._monitor = None  # it could not be made anew
+            before = seen.source.progress()
+            await asyncio.sleep(0.01)
+            assert seen.source.progress() == before
 
     asyncio.run(body())
 
@@ -132,9 +149,11 @@ def test_lost_events_make_a_new_monitor_and_a_comparison(tmp_path: Path) -> None
             assert {one.resync for one in seen.events if one.resync} == {"events-lost"}
             assert seen.source._monitor._monitor is not deaf
             # the new one hears
-            before = seen.source.progress()
+            before = seen.source._monitor.last_alive
             inject("change", TTY60, "tty")
-            await wait_until_async(lambda: seen.source.progress() > before, timeout=1.5, what="the next event")
+            await wait_until_async(
+                lambda: seen.source._monitor.last_alive > before, timeout=1.5, what="the next event"
+            )
 
     asyncio.run(body())
 

@@ -208,6 +208,21 @@ class Agent:
         return json.loads(done.stdout)
 
 
+def jumps(entries: Sequence[Entry]) -> list[str]:
+    """Return where a device's story, all ENTRIES that name it, does not go on from where it was: a
+    transition begins where the last has ended, or in ``probing`` after the device appeared."""
+    found = []
+    at = ""
+    for entry in entries:
+        if entry["HETERO_KIND"] == "device-appeared":
+            at = "probing"
+        elif entry["HETERO_KIND"] == "transition":
+            if entry["HETERO_FROM"] != at:
+                found.append(f"{at} | {entry['MESSAGE']}")
+            at = entry["HETERO_TO"]
+    return found
+
+
 def gaps(entries: Sequence[Entry]) -> list[int]:
     """Return the sequence numbers that ENTRIES, the whole trail of a boot, lack."""
     numbers = [int(entry["HETERO_SEQUENCE"]) for entry in entries]

@@ -79,6 +79,19 @@ def agent(machine: Machine, hardware: Accelerators) -> Iterator[Agent]:
     machine.wait(lambda: not (one.devices() or one.leases()), 10, "an agent without devices and leases")
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        for one in Machine.running:
+            if one.leader:
+                command = ["journalctl", f"--unit={UNIT}", "--lines=100", "--no-hostname"]
+                report.sections.append(
+                    (f"the agent's log on {one.name}", one.run(*command, check=False).stdout)
+                )
+
+
 def settings(machine: Machine, **service: str) -> None:
     """Give the unit other settings (of ``[Service]``) until the end of the test."""
     lines = "".join(f"{name}={value}\n" for name, value in service.items())

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from tests.support import process
 from tests.support.wait import wait_until
@@ -77,6 +77,8 @@ class Machine:
     """A container over LAYERS, the lowest last; UPPER is where it writes, its own if None."""
 
     _count = 0
+    #: Those that are up.
+    running: ClassVar[list[Machine]] = []
 
     def __init__(self, layers: Sequence[Path], upper: Path | None = None) -> None:
         Machine._count += 1
@@ -109,6 +111,7 @@ class Machine:
                 preexec_fn=self._enter,  # noqa: PLW1509  (two system calls, and no thread holds a lock there)
             )
         process.logs.append((f"console of {self.name}", self._console))
+        Machine.running.append(self)
         self.leader = wait_until(self._find_leader, 20, f"process 1 of {self.name}")
         wait_until(self._is_up, 60, f"the end of {self.name}'s boot")
         self.shell(_SETTLE)
@@ -142,6 +145,7 @@ class Machine:
     def halt(self) -> None:
         """Take the power away.  Nothing of it is left but what it wrote."""
         if self._process is not None:
+            Machine.running.remove(self)
             # not the process that waits for it: that one collects it
             for pid in _children(self._process.pid):
                 os.kill(pid, signal.SIGKILL)

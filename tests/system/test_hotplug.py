@@ -99,6 +99,21 @@ def test_changed_attributes_are_read_again(machine: Machine, agent: Agent, hardw
     machine.wait(lambda: agent.devices()[one.id]["NumaNodes"] == [1], 10, "the other NUMA node")
 
 
+def test_udev_runs_its_rules_again_on_a_leased_one(
+    machine: Machine, agent: Agent, hardware: Accelerators
+) -> None:
+    (one,) = hardware.plug()
+    agent.wait_states({one.id: "idle"})
+    lease = agent.allocate(RESOURCE, confirm=False)
+    machine.run("chmod", "0600", one.node)
+    hardware.change(one, numa_node="1")
+    machine.wait(lambda: agent.devices()[one.id]["NumaNodes"] == [1], 10, "the other NUMA node")
+    # its mode is another, it is not
+    assert agent.states() == {one.id: "allocating"}
+    agent.confirm(lease, ttl=60_000_000)
+    assert agent.states() == {one.id: "in-use"}
+
+
 def test_a_stranger_makes_it_occupied(agent: Agent, hardware: Accelerators) -> None:
     (one,) = hardware.plug()
     agent.wait_states({one.id: "idle"})

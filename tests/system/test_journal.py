@@ -7,7 +7,7 @@ import time
 from hetero_agent.audit.catalog import MESSAGE_IDS
 from hetero_agent.core.model import AuditKind
 from tests.system.accelerators import RESOURCE, Accelerators
-from tests.system.agent import UNIT, Agent, gaps
+from tests.system.agent import UNIT, Agent, gaps, jumps
 from tests.system.machine import Machine
 
 TRANSITION = MESSAGE_IDS[AuditKind.TRANSITION]
@@ -41,6 +41,7 @@ def test_a_device_tells_its_whole_story(machine: Machine, agent: Agent, hardware
 
     entries = agent.audit(f"MESSAGE_ID={TRANSITION}", f"HETERO_DEVICE={one.id}", "--catalog")
     steps = [(entry["HETERO_FROM"], entry["HETERO_TO"]) for entry in entries]
+    assert jumps(agent.audit(f"HETERO_DEVICE={one.id}")) == []
     assert steps == [
         ("probing", "idle"),
         ("idle", "in-use"),
@@ -50,7 +51,7 @@ def test_a_device_tells_its_whole_story(machine: Machine, agent: Agent, hardware
         ("probing", "idle"),
         ("idle", "gone"),
     ]
-    # each begins where the one before has ended, and each says who and why
+    # each says who and why
     triggers = [entry["HETERO_TRIGGER"] for entry in entries]
     assert triggers == ["scanned", "granted-confirmed", "owner-gone", "return-proven", "scanned", "unplugged"]
     assert {entry["HETERO_LEASE"] for entry in entries[1:3]} == {lease.rsplit("/l", 1)[1]}
@@ -124,6 +125,26 @@ def test_journald_that_does_not_drain_holds_up_nobody(
     trail = agent.audit()
     assert gaps(trail) == []
     assert [entry["HETERO_KIND"] for entry in trail].count("lease-ended") >= 8
+
+
+def test_restart_while_journald_does_not_drain(machine: Machine, agent: Agent, hardware: Accelerators) -> None:
+    (one,) = hardware.plug()
+    agent.wait_states({one.id: "idle"})
+    lease = agent.allocate(RESOURCE)
+    journald = agent.unit("MainPID", "systemd-journald.service")
+    machine.run("kill", "-STOP", journald)
+    try:
+        start = time.monotonic()
+        agent.systemctl("restart", UNIT)
+        assert time.monotonic() - start < 10
+        assert list(agent.leases()) == [lease]
+        assert agent.states() == {one.id: "in-use"}
+        assert agent.release(lease) is True
+    finally:
+        machine.run("kill", "-CONT", journald)
+    agent.wait_states({one.id: "idle"})
+    assert gaps(agent.audit()) == []
+    assert jumps(agent.audit(f"HETERO_DEVICE={one.id}")) == []
 
 
 def test_stopped_journald_holds_up_nobody(machine: Machine, agent: Agent, hardware: Accelerators) -> None:

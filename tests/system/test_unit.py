@@ -154,6 +154,31 @@ def test_stopped_by_a_signal_the_watchdog_ends_it(
     agent.wait_states({one.id: "idle", two.id: "idle"})
 
 
+def test_a_bus_that_does_not_answer_starves_the_watchdog(
+    machine: Machine, agent: Agent, hardware: Accelerators
+) -> None:
+    (one,) = hardware.plug()
+    agent.wait_states({one.id: "idle"})
+    settings(machine, WatchdogSec="1s", RestartSec="100ms")
+    agent.systemctl("restart", UNIT)
+    # an interval shorter than any of its periods is kept
+    machine.run("sleep", "3")
+    assert agent.unit("NRestarts") == "0"
+    lease = agent.allocate(RESOURCE)
+    pid = agent.pid
+    bus = agent.unit("MainPID", "dbus.service")
+    machine.run("kill", "-STOP", bus)
+    try:
+        machine.wait(lambda: agent.pid not in (0, pid), 30, "another process")
+        assert agent.unit("ActiveState") == "activating"
+    finally:
+        machine.run("kill", "-CONT", bus)
+    machine.wait(lambda: agent.restarted_since(pid), 30, "a ready process")
+    assert "3 pings over the bus in a row were not answered" in agent.log()
+    assert list(agent.leases()) == [lease]
+    assert agent.states() == {one.id: "in-use"}
+
+
 # Takes the agent's uevent socket (pidfd_getfd(2)) and makes its queue as small as it gets: the next burst
 # of events overflows it.  A limit of descriptors keeps the agent from opening another socket; a process
 # without CAP_SYS_RESOURCE may set that for its own user only.
