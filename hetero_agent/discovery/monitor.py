@@ -29,12 +29,15 @@ RETRY: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Uevent:
-    """One uevent.  PATH is below /sys; OLD_PATH, after a ``move``, where it was before."""
+    """One uevent.  PATH is below /sys; OLD_PATH, after a ``move``, where it was before.  WEDGED is
+    how a DRM driver that gave up its device says that it can be recovered (kernel documentation,
+    "DRM UAPI", Device Wedging)."""
 
     action: str
     subsystem: str
     path: str
     old_path: str = ""
+    wedged: str = ""
 
 
 def choose_source(configured: str) -> tuple[str, str]:
@@ -158,7 +161,9 @@ def _uevent(device: Any) -> Uevent | None:
     try:
         path = str(device.sys_path)
         old = device.properties.get("DEVPATH_OLD") if device.action == "move" else None
-        return Uevent(str(device.action), str(device.subsystem or ""), path, f"/sys{old}" if old else "")
+        wedged = str(device.properties.get("WEDGED") or "")
+        subsystem = str(device.subsystem or "")
+        return Uevent(str(device.action), subsystem, path, f"/sys{old}" if old else "", wedged)
     except (UnicodeDecodeError, AttributeError, KeyError):
         return None
 

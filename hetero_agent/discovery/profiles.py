@@ -16,6 +16,8 @@ from typing import Final
 
 from hetero_agent import names
 from hetero_agent.core.model import Role
+from hetero_agent.core.symptoms import Symptoms
+from hetero_agent.discovery import symptoms
 from hetero_agent.discovery.tables import ProfileError, Table, read_toml
 from hetero_agent.text import printable
 
@@ -131,6 +133,7 @@ class Profile:
     groups: tuple[str, ...] = ()
     mounts: tuple[tuple[str, str, str], ...] = ()
     parts: Parts | None = None
+    symptoms: Symptoms = field(default_factory=Symptoms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +320,7 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
         groups=root.texts("groups", _GROUP, "names of groups"),
         mounts=tuple(_mount(table) for table in root.tables("mounts")),
         parts=_parts(root, known),
+        symptoms=symptoms.parse(root),
     )
     device.done()
     root.done()

@@ -19,6 +19,7 @@ from hetero_agent.config import DiscoveryTable
 from hetero_agent.core import address
 from hetero_agent.core.events import Event, Observed
 from hetero_agent.core.model import DeviceRecord, Instant, Obstacle
+from hetero_agent.core.symptoms import Symptoms
 from hetero_agent.discovery import correlate, monitor, profiles, sysfs
 from hetero_agent.discovery.facts import DeviceFacts
 from hetero_agent.discovery.readers import NoReaderError, Readers, ReadTimeoutError
@@ -37,7 +38,8 @@ _PLATFORM: Final = "/sys/devices/platform/"
 
 
 class KernelSource:
-    """Devices of the kernel.  SUBMIT gets `Observed` events on the loop's thread."""
+    """Devices of the kernel.  SUBMIT gets `Observed` events on the loop's thread, WEDGED the path
+    of a DRM device that its driver gave up and how it could be recovered."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class KernelSource:
         submit: Callable[[Event], None],
         now: Callable[[], Instant],
         *,
+        wedged: Callable[[str, str], None] | None = None,
         read_deadline: float = READ_DEADLINE,
         buffer_sizes: tuple[int, ...] = monitor.BUFFER_SIZES,
     ) -> None:
@@ -53,6 +56,7 @@ class KernelSource:
         self._profiles_dir = profiles_dir
         self._submit = submit
         self._now = now
+        self._wedged = wedged
         self._deadline = read_deadline
         self._buffer_sizes = buffer_sizes
         self._profiles = profiles.ProfileSet()
@@ -120,6 +124,17 @@ class KernelSource:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._readers.close()
+
+    @property
+    def symptoms(self) -> dict[str, Symptoms]:
+        """What the profiles in force say of health, by the profile's name."""
+        return {profile.name: profile.symptoms for profile in self._profiles.profiles}
+
+    def look(self, path: str) -> None:
+        """Read the device at PATH again: somebody saw it change without an event."""
+        if path in self._facts:
+            self._dirty.add(path)
+            self._schedule()
 
     def resync(self, reason: str) -> None:
         """Compare with the whole of /sys soon; REASON is for the audit."""
@@ -189,6 +204,8 @@ class KernelSource:
     def _on_events(self, events: list[monitor.Uevent]) -> None:
         for event in events:
             log.debug("uevent %s %s", printable(event.action, 32), printable(event.path))
+            if self._wedged and event.wedged and event.action == "change" and event.subsystem == "drm":
+                self._wedged(event.path, event.wedged)
             for path in filter(None, (event.path, event.old_path)):
                 if event.subsystem == "kfd" or self._is_part_platform(path):
                     self._dirty.update(self._with_kfd())
