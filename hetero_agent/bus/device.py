@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hetero_agent import names
 from hetero_agent.bus import decode, values
 from hetero_agent.bus.calls import Call, Entry, Result, Table, ask
@@ -24,13 +26,16 @@ class Devices:
         return {
             f"{names.DEVICE}.GetNodes": Entry(self._nodes),
             f"{names.DEVICE}.GetHistory": Entry(self._history),
-            f"{names.DEVICE}.GetHolders": Entry(self._holders, subject=self._device),
-            f"{names.DEVICE}.Cordon": Entry(self._cordon, _cordon_arguments),
-            f"{names.DEVICE}.Uncordon": Entry(self._cordon, _uncordon_arguments),
+            f"{names.DEVICE}.GetHolders": Entry(self._holders, subject=self._device, about=self._about),
+            f"{names.DEVICE}.Cordon": Entry(self._cordon, _cordon_arguments, about=self._about),
+            f"{names.DEVICE}.Uncordon": Entry(self._cordon, _uncordon_arguments, about=self._about),
         }
 
     def _device(self, call: Call) -> Device:
         return self._engine.view.devices[names.device_id_of(call.path)]
+
+    def _about(self, call: Call) -> Mapping[str, str]:
+        return values.about_device(self._device(call))
 
     def _nodes(self, call: Call) -> Result:
         nodes = self._device(call).record.nodes
@@ -48,7 +53,7 @@ class Devices:
 
     def _holders(self, call: Call) -> Result:
         device = self._device(call)
-        all_of_them = self._guard.in_group(call.caller)
+        all_of_them = bool(call.authority) or self._guard.in_group(call.caller)
         now = self._engine.now()
         return (
             [
@@ -65,7 +70,7 @@ class Devices:
         await ask(
             self._engine,
             lambda token: SetCordon(
-                self._engine.now(), token, call.caller.actor(), call.request_id, fingerprint, device, reason
+                self._engine.now(), token, call.actor(), call.request_id, fingerprint, device, reason
             ),
         )
         return ()

@@ -10,18 +10,26 @@ from functools import partial
 from typing import Any
 
 from hetero_agent.bus import codec, contract, errors
+from hetero_agent.bus.authorize import Authorizer
 from hetero_agent.bus.calls import Call, Entry, Result, Table
-from hetero_agent.bus.errors import StandardError
+from hetero_agent.bus.errors import AuthenticationNeeded, StandardError
 from hetero_agent.bus.objects import Objects
 from hetero_agent.bus.transport import Connection, Incoming
-from hetero_agent.bus.whomay import METHODS, Caller, Guard
+from hetero_agent.bus.whomay import METHODS, Caller, Rule
 from hetero_agent.core.effects import ErrorKind, Refusal
 from hetero_agent.core.events import Event, Refused
 from hetero_agent.core.model import Actor, Instant
 from hetero_agent.text import printable
 
 #: Refusals of these kinds go into the audit.
-_AUDITED = frozenset({ErrorKind.NOT_AUTHORIZED, ErrorKind.NOT_OWNER, ErrorKind.LIMIT_EXCEEDED})
+_AUDITED = frozenset(
+    {
+        ErrorKind.NOT_AUTHORIZED,
+        ErrorKind.NOT_OWNER,
+        ErrorKind.LIMIT_EXCEEDED,
+        errors.AUTHENTICATION_NEEDED,
+    }
+)
 #: Seconds after which a call is answered whatever happens; callers commonly give up after 25.
 CALL_DEADLINE = 20.0
 #: Refusals of one uid that the audit hears of at once, and seconds until it hears of one more.
@@ -51,9 +59,10 @@ class Refusals:
         self._now = now
         self._meters: OrderedDict[int, _Meter] = OrderedDict()
 
-    def tell(self, actor: Actor, method: str, refusal: Refusal, request_id: str) -> None:
+    def tell(self, actor: Actor, method: str, refusal: Refusal | AuthenticationNeeded, request_id: str) -> None:
         """A call was refused here, not by the governor."""
-        if refusal.kind not in _AUDITED:
+        kind = errors.kind_of(refusal)
+        if kind not in _AUDITED:
             return
         seconds = asyncio.get_running_loop().time()
         meter = self._meters.get(actor.uid)
@@ -69,7 +78,7 @@ class Refusals:
         meter.left -= 1
         suppressed, meter.suppressed = meter.suppressed, 0
         text, shown = printable(refusal.text), printable(request_id, 128)
-        self._submit(Refused(self._now(), actor, method, refusal.kind, text, shown, suppressed))
+        self._submit(Refused(self._now(), actor, method, kind, text, shown, suppressed))
 
 
 class Dispatcher:
@@ -85,13 +94,13 @@ class Dispatcher:
         connection: Connection,
         objects: Objects,
         table: Table,
-        guard: Guard,
+        authorizer: Authorizer,
         refusals: Refusals,
         settle: Callable[[], None],
     ) -> None:
         self._connection = connection
         self._objects = objects
-        self._guard = guard
+        self._authorizer = authorizer
         self._refusals = refusals
         self.done: Callable[[str], None] = _nobody
         self._settle = settle
@@ -127,8 +136,14 @@ class Dispatcher:
                 )
             call = Call(message, caller, member, message.arguments() if method.takes else [])
             call.request = entry.prepare(call)
-            self._guard.check(METHODS[member], caller, method.name, entry.subject(call))
-            result = entry.act(call)
+            rule = METHODS[member]
+            refusal = self._authorizer.refusal(rule, call, entry.subject(call))
+            if refusal is None:
+                result = entry.act(call)
+            elif rule.action is None:
+                raise refusal
+            else:
+                result = self._by_polkit(call, rule, entry, refusal)
         except BaseException as error:
             self._fail(message, caller, member, call, error)
             return
@@ -136,6 +151,20 @@ class Dispatcher:
             self._begin(result, call, method, entry.own_task)
         else:
             self._answer(message, caller, member, method, call, result)  # type: ignore[arg-type]
+
+    async def _by_polkit(self, call: Call, rule: Rule, entry: Entry, refusal: Refusal) -> Result:
+        """Do what the caller may only if polkit says so."""
+        about = entry.about(call)
+        await self._authorizer.ask(rule, call, about, refusal)
+        # the answer is about what was there when it was asked for
+        self._find(call.message)
+        if entry.about(call) != about:
+            raise Refusal(
+                ErrorKind.UNAVAILABLE,
+                f"{call.method}: what it is about changed while polkit was asked; look, and ask again",
+            )
+        result = entry.act(call)
+        return await result if isinstance(result, types.CoroutineType) else result  # type: ignore[return-value]
 
     def too_many(self, message: Incoming, caller: Caller | None) -> None:
         """The caller has too many calls without an answer."""
@@ -205,7 +234,7 @@ class Dispatcher:
         name, text = errors.describe(error, member)
         self._connection.error(message, name, text)
         self._connection.flush()
-        if isinstance(error, Refusal):
+        if isinstance(error, (Refusal, AuthenticationNeeded)):
             request_id = call.request_id if call is not None else ""
             self._refusals.tell(caller.actor(), member.rpartition(".")[2], error, request_id)
         self.done(message.sender)

@@ -13,6 +13,8 @@ from hetero_agent.core.effects import ErrorKind, Refusal
 log = logging.getLogger("hetero_agent.bus")
 
 _STANDARD = "org.freedesktop.DBus.Error."
+#: The standard error for what polkit would allow after an authentication, without its prefix.
+AUTHENTICATION_NEEDED = "InteractiveAuthorizationRequired"
 
 
 class StandardError(Exception):
@@ -22,6 +24,13 @@ class StandardError(Exception):
         super().__init__(text)
         self.name = _STANDARD + name
         self.text = text
+
+
+class AuthenticationNeeded(StandardError):
+    """The caller may, once somebody has authenticated, and nobody could be asked."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(AUTHENTICATION_NEEDED, text)
 
 
 class Decided(Exception):
@@ -40,6 +49,11 @@ def invalid(text: str) -> Refusal:
 def name_of(kind: ErrorKind) -> str:
     """The D-Bus name of an error."""
     return names.ERROR_PREFIX + kind
+
+
+def kind_of(refusal: Refusal | AuthenticationNeeded) -> str:
+    """The name of a refusal without its prefix."""
+    return AUTHENTICATION_NEEDED if isinstance(refusal, AuthenticationNeeded) else str(refusal.kind)
 
 
 def describe(error: BaseException, member: str) -> tuple[str, str]:

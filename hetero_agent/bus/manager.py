@@ -55,13 +55,17 @@ class Manager:
         return {
             f"{names.MANAGER}.Register": later,
             f"{names.MANAGER}.GetSnapshot": Entry(self._snapshot, self._check_page),
-            f"{names.MANAGER}.Allocate": Entry(self._allocate, _allocation),
+            f"{names.MANAGER}.Allocate": Entry(self._allocate, _allocation, about=_wanted),
             f"{names.MANAGER}.Confirm": Entry(self._confirm, _confirmation, self._lease),
-            f"{names.MANAGER}.Release": Entry(self._release, _lease_argument, self._lease),
-            f"{names.MANAGER}.Explain": Entry(self._explain, _question),
+            f"{names.MANAGER}.Release": Entry(
+                self._release, _lease_argument, self._lease, lambda call: values.about_lease(self._lease(call))
+            ),
+            f"{names.MANAGER}.Explain": Entry(self._explain, _question, about=_wanted),
             f"{names.MANAGER}.Reconcile": later,
             f"{names.MANAGER}.GetConflicts": later,
-            f"{names.MANAGER}.Reap": Entry(self._reap, _reap_arguments, self._lease_of_device),
+            f"{names.MANAGER}.Reap": Entry(
+                self._reap, _reap_arguments, self._lease_of_device, self._about_reaping
+            ),
         }
 
     # -- properties -----------------------------------------------------------------------------
@@ -124,6 +128,10 @@ class Manager:
         holding = [one for one in self._view.leases.values() if call.request[0] in one.devices]
         return holding[-1] if holding else None
 
+    def _about_reaping(self, call: Call) -> Mapping[str, str]:
+        device = self._known(call.request[0])
+        return {**values.about_device(device), **values.about_lease(self._lease_of_device(call))}
+
     # -- handlers -------------------------------------------------------------------------------
     def _check_page(self, call: Call) -> int:
         number: int = call.arguments[0]
@@ -157,7 +165,7 @@ class Manager:
             lambda token: Allocate(
                 self._engine.now(),
                 token,
-                call.caller.actor(options.client),
+                call.actor(options.client),
                 call.request_id,
                 fingerprint,
                 request.resource,
@@ -184,7 +192,7 @@ class Manager:
         await ask(
             self._engine,
             lambda token: Confirm(
-                self._engine.now(), token, call.caller.actor(), call.request_id, fingerprint, lease, bound
+                self._engine.now(), token, call.actor(), call.request_id, fingerprint, lease, bound
             ),
         )
         return ()
@@ -194,9 +202,7 @@ class Manager:
         fingerprint = decode.fingerprint(*call.arguments[1:])
         answer = await ask(
             self._engine,
-            lambda token: Release(
-                self._engine.now(), token, call.caller.actor(), call.request_id, fingerprint, lease
-            ),
+            lambda token: Release(self._engine.now(), token, call.actor(), call.request_id, fingerprint, lease),
         )
         return (bool(answer["changed"]),)
 
@@ -220,7 +226,7 @@ class Manager:
             lambda token: Reap(
                 self._engine.now(),
                 token,
-                call.caller.actor(),
+                call.actor(),
                 call.request_id,
                 fingerprint,
                 device,
@@ -242,6 +248,10 @@ def _allocation(call: Call) -> decode.Request:
     identifier, resource, count, options = call.arguments
     call.request_id = decode.request_id(identifier)
     return decode.allocation(identifier, resource, count, options)
+
+
+def _wanted(call: Call) -> Mapping[str, str]:
+    return {"resource": call.request.resource, "count": str(call.request.count)}
 
 
 def _question(call: Call) -> decode.Request:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from hetero_agent import names
 from hetero_agent.bus import errors
+from hetero_agent.bus.authorize import Authorizer
 from hetero_agent.bus.callers import MATCH_NAMES, Callers, Identify, deadline, name_owner_changed
 from hetero_agent.bus.device import Devices
 from hetero_agent.bus.dispatcher import Dispatcher, Refusals
@@ -20,6 +21,7 @@ from hetero_agent.bus.manager import Manager
 from hetero_agent.bus.mirror import Mirror
 from hetero_agent.bus.objects import Objects
 from hetero_agent.bus.owners import Binder, BusOwners
+from hetero_agent.bus.polkit import Polkit
 from hetero_agent.bus.providers import Providers, Registry
 from hetero_agent.bus.publisher import Publisher
 from hetero_agent.bus.transport import (
@@ -82,6 +84,7 @@ class BusService:
         self._guard = Guard(registry.may_provide)
         self._connection: Connection
         self._callers: Callers
+        self._polkit: Polkit
         self._turns: Turns
         self._dispatcher: Dispatcher
         self._manager: Manager
@@ -109,6 +112,8 @@ class BusService:
         mirror = Mirror(engine.view)
         binder = Binder(callers, self.owners.units, guid)
         self._manager = Manager(self._config, engine, self._guard, mirror, binder, self._registry.usage)
+        self._polkit = Polkit(connection)
+        authorizer = Authorizer(self._guard, self._polkit)
         objects = Objects(engine.view, mirror, self._manager, self._log_control, machine_id)
         self.publisher = Publisher(connection, engine.view, mirror, self._manager.announced)
         self._dispatcher = Dispatcher(
@@ -120,8 +125,9 @@ class BusService:
                 **Devices(engine, self._guard).table(),
                 **Leases(engine).table(),
                 **Providers(self._registry).table(),
+                **authorizer.table(),
             },
-            self._guard,
+            authorizer,
             Refusals(engine.submit, engine.now),
             self.publisher.settle,
         )
@@ -202,6 +208,7 @@ class BusService:
             elif name == old and not new:
                 self._turns.gone(name)
                 self._callers.forget(name)
+                self._polkit.caller_gone(name)
                 self.owners.connection_gone(name)
                 self._registry.connection_lost(name)
         elif message.sender == BUS_DRIVER:

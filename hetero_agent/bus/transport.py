@@ -31,7 +31,7 @@ log = logging.getLogger("hetero_agent.bus")
 PINNED = "0.2.3"
 
 METHOD_CALL, METHOD_RETURN, ERROR, SIGNAL = 1, 2, 3, 4
-NO_REPLY_EXPECTED = 1
+NO_REPLY_EXPECTED, NO_AUTO_START, ALLOW_INTERACTIVE_AUTHORIZATION = 1, 2, 4
 
 #: Largest body taken from a client, and from the bus itself (its lists of groups), in bytes.
 MAX_BODY = 64 * 1024
@@ -108,6 +108,11 @@ class Incoming:
     def wants_reply(self) -> bool:
         """Whether the sender of this call waits for an answer."""
         return not self.flags & NO_REPLY_EXPECTED
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether somebody may be asked to authenticate for this call, which then takes its time."""
+        return bool(self.flags & ALLOW_INTERACTIVE_AUTHORIZATION)
 
     def arguments(self) -> list[Any]:
         """Decode the body.  Raises codec.CodecError."""
@@ -410,13 +415,7 @@ class Connection(MessageBus):
         """Call a method of another service and return the reply's values.  Raises CallFailed,
         also when no reply comes within TIMEOUT seconds."""
         body = codec.encode(signature, arguments)
-        fields = bytearray()
-        _add_text(fields, 1, b"o", path)
-        _add_text(fields, 6, b"s", destination)
-        _add_text(fields, 2, b"s", interface)
-        _add_text(fields, 3, b"s", member)
-        if signature:
-            _add_signature(fields, signature)
+        fields = _call_fields(destination, path, interface, member, signature)
         if self._disconnected:
             raise CallFailed("org.freedesktop.DBus.Error.Disconnected", "the bus is gone")
         if len(self._pending) >= MAX_PENDING:
@@ -439,6 +438,21 @@ class Connection(MessageBus):
             text = values[0] if values and isinstance(values[0], str) else ""
             raise CallFailed(reply.error_name, printable(text))
         return values
+
+    def tell(
+        self,
+        destination: str,
+        path: str,
+        interface: str,
+        member: str,
+        signature: str,
+        arguments: Sequence[Any],
+    ) -> None:
+        """Call a method of a service that runs, without an answer."""
+        body = codec.encode(signature, arguments)
+        fields = _call_fields(destination, path, interface, member, signature)
+        flags = NO_REPLY_EXPECTED | NO_AUTO_START
+        self._put(_head(METHOD_CALL, flags, len(body), self.next_serial(), fields) + body)
 
     def _frame(self, kind: int, length: int, call: Incoming, signature: str, error: str = "") -> bytearray:
         fields = bytearray(b"\x05\x01u\0")
@@ -540,6 +554,17 @@ def _signal_fields(path: str, interface: str, member: str, signature: str) -> by
     _add_text(fields, 3, b"s", member)
     _add_signature(fields, signature)
     return bytes(fields)
+
+
+def _call_fields(destination: str, path: str, interface: str, member: str, signature: str) -> bytearray:
+    fields = bytearray()
+    _add_text(fields, 1, b"o", path)
+    _add_text(fields, 6, b"s", destination)
+    _add_text(fields, 2, b"s", interface)
+    _add_text(fields, 3, b"s", member)
+    if signature:
+        _add_signature(fields, signature)
+    return fields
 
 
 def _add_text(fields: bytearray, code: int, kind: bytes, text: str) -> None:

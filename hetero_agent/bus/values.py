@@ -158,7 +158,21 @@ def history(record: AuditRecord, with_actor: bool) -> dict[str, V]:
         found["unit"] = V("s", record.actor.unit)
         found["bus-name"] = V("s", record.actor.bus_name)
         found["client"] = V("s", record.actor.client)
+        if record.actor.authority:
+            found["authority"] = V("s", record.actor.authority)
     return found
+
+
+def about_device(device: Device) -> dict[str, str]:
+    """What polkit is told of a device."""
+    return {"device": device.id, "resource": device.record.resource}
+
+
+def about_lease(lease: Lease | None) -> dict[str, str]:
+    """What polkit is told of a lease, if there is one."""
+    if lease is None:
+        return {}
+    return {"lease": lease.id, "owner": str(lease.uid), "resource": lease.resource}
 
 
 def holder(one: Holder, lease: str, now: Instant) -> dict[str, V]:

@@ -1,4 +1,8 @@
-"""Who may call what: the table of design section 7, and the only place that knows it."""
+"""Who may call what: the table of design section 7, and the only place that knows it.
+
+Where a rule names a polkit action, polkit may let in a caller that is outside the circle
+(docs/decisions/polkit.md).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from hetero_agent import names
 from hetero_agent.bus import contract
@@ -26,36 +31,71 @@ class Who(StrEnum):
     ROOT = "root"
 
 
+class Action(StrEnum):
+    """The polkit actions, described in dbus/org.heteroagent.Agent1.policy."""
+
+    ALLOCATE = f"{names.BUS_NAME}.allocate"
+    RELEASE_OTHERS = f"{names.BUS_NAME}.release-others"
+    CORDON = f"{names.BUS_NAME}.cordon"
+    REAP = f"{names.BUS_NAME}.reap"
+
+
+class Rule(NamedTuple):
+    """Who may, and the ACTION by which polkit may let in others.  COULD: it is enough that the
+    caller could authenticate, and nobody is asked to."""
+
+    who: Who
+    action: Action | None = None
+    could: bool = False
+
+
+_EVERYONE = Rule(Who.EVERYONE)
+
 #: Every method of every interface.
-METHODS: Mapping[str, Who] = MappingProxyType(
+METHODS: Mapping[str, Rule] = MappingProxyType(
     {
-        f"{names.MANAGER}.Register": Who.CONTROL_PLANE,
-        f"{names.MANAGER}.GetSnapshot": Who.EVERYONE,
-        f"{names.MANAGER}.Allocate": Who.GROUP,
-        f"{names.MANAGER}.Confirm": Who.OWNER,
-        f"{names.MANAGER}.Release": Who.OWNER,
-        f"{names.MANAGER}.Explain": Who.GROUP,
-        f"{names.MANAGER}.Reconcile": Who.CONTROL_PLANE,
-        f"{names.MANAGER}.GetConflicts": Who.CONTROL_PLANE,
-        f"{names.MANAGER}.Reap": Who.REAPER,
-        f"{names.DEVICE}.GetNodes": Who.EVERYONE,
-        f"{names.DEVICE}.GetHistory": Who.EVERYONE,
-        f"{names.DEVICE}.GetHolders": Who.HOLDER,
-        f"{names.DEVICE}.Cordon": Who.ROOT,
-        f"{names.DEVICE}.Uncordon": Who.ROOT,
-        f"{names.LEASE}.GetManifest": Who.OWNER,
-        f"{names.LEASE}.GetRequest": Who.OWNER,
-        f"{names.LEASE}.GetBinding": Who.OWNER,
-        f"{names.PROVIDERS}.RegisterProvider": Who.PROVIDER,
-        f"{names.PROVIDERS}.ReportDevices": Who.EVERYONE,  # the registry: registered connections only
-        f"{names.PROVIDERS}.ReportHealth": Who.EVERYONE,  # the same
-        f"{contract.PEER}.Ping": Who.EVERYONE,
-        f"{contract.PEER}.GetMachineId": Who.EVERYONE,
-        f"{contract.INTROSPECTABLE}.Introspect": Who.EVERYONE,
-        f"{contract.PROPERTIES}.Get": Who.EVERYONE,
-        f"{contract.PROPERTIES}.GetAll": Who.EVERYONE,
-        f"{contract.PROPERTIES}.Set": Who.ROOT,
-        f"{contract.OBJECT_MANAGER}.GetManagedObjects": Who.EVERYONE,
+        f"{names.MANAGER}.Register": Rule(Who.CONTROL_PLANE),
+        f"{names.MANAGER}.GetSnapshot": _EVERYONE,
+        f"{names.MANAGER}.Allocate": Rule(Who.GROUP, Action.ALLOCATE),
+        f"{names.MANAGER}.Confirm": Rule(Who.OWNER),
+        f"{names.MANAGER}.Release": Rule(Who.OWNER, Action.RELEASE_OTHERS),
+        f"{names.MANAGER}.Explain": Rule(Who.GROUP, Action.ALLOCATE, could=True),
+        f"{names.MANAGER}.Reconcile": Rule(Who.CONTROL_PLANE),
+        f"{names.MANAGER}.GetConflicts": Rule(Who.CONTROL_PLANE),
+        f"{names.MANAGER}.Reap": Rule(Who.REAPER, Action.REAP),
+        f"{names.MANAGER}.CanAllocate": _EVERYONE,
+        f"{names.MANAGER}.CanReleaseOthers": _EVERYONE,
+        f"{names.MANAGER}.CanCordon": _EVERYONE,
+        f"{names.MANAGER}.CanReap": _EVERYONE,
+        f"{names.DEVICE}.GetNodes": _EVERYONE,
+        f"{names.DEVICE}.GetHistory": _EVERYONE,
+        f"{names.DEVICE}.GetHolders": Rule(Who.HOLDER, Action.REAP),
+        f"{names.DEVICE}.Cordon": Rule(Who.ROOT, Action.CORDON),
+        f"{names.DEVICE}.Uncordon": Rule(Who.ROOT, Action.CORDON),
+        f"{names.LEASE}.GetManifest": Rule(Who.OWNER),
+        f"{names.LEASE}.GetRequest": Rule(Who.OWNER),
+        f"{names.LEASE}.GetBinding": Rule(Who.OWNER),
+        f"{names.PROVIDERS}.RegisterProvider": Rule(Who.PROVIDER),
+        f"{names.PROVIDERS}.ReportDevices": _EVERYONE,  # the registry: registered connections only
+        f"{names.PROVIDERS}.ReportHealth": _EVERYONE,  # the same
+        f"{contract.PEER}.Ping": _EVERYONE,
+        f"{contract.PEER}.GetMachineId": _EVERYONE,
+        f"{contract.INTROSPECTABLE}.Introspect": _EVERYONE,
+        f"{contract.PROPERTIES}.Get": _EVERYONE,
+        f"{contract.PROPERTIES}.GetAll": _EVERYONE,
+        f"{contract.PROPERTIES}.Set": Rule(Who.ROOT),
+        f"{contract.OBJECT_MANAGER}.GetManagedObjects": _EVERYONE,
+    }
+)
+
+#: What the methods Can... of the Manager answer for: the rule of what they are named after, where
+#: nothing is known of the lease or device that it would be about.
+CAN: Mapping[str, Rule] = MappingProxyType(
+    {
+        "CanAllocate": Rule(Who.GROUP, Action.ALLOCATE),
+        "CanReleaseOthers": Rule(Who.ROOT, Action.RELEASE_OTHERS),
+        "CanCordon": Rule(Who.ROOT, Action.CORDON),
+        "CanReap": Rule(Who.ROOT, Action.REAP),
     }
 )
 
@@ -74,9 +114,9 @@ class Caller:
     groups: frozenset[int]
     unit: str
 
-    def actor(self, client: str = "") -> Actor:
+    def actor(self, client: str = "", authority: str = "") -> Actor:
         """The caller as the core and the audit know it."""
-        return Actor(self.uid, self.pid, self.unit, self.bus_name, client)
+        return Actor(self.uid, self.pid, self.unit, self.bus_name, client, authority)
 
 
 class Guard:

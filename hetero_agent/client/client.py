@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
 from hetero_agent import names
 from hetero_agent.client import events, wire
-from hetero_agent.client.contract import OBJECT_MANAGER, PROPERTIES
+from hetero_agent.client.contract import METHODS, OBJECT_MANAGER, PROPERTIES
 from hetero_agent.client.errors import AgentError, InvalidArgument, NotFound, UnexpectedReply
 from hetero_agent.client.manifest import Manifest
 from hetero_agent.client.results import (
@@ -54,13 +54,23 @@ class Client:
         self._session = session
 
     @classmethod
-    async def connect(cls, address: str | None = None, within: float = 5.0) -> Client:
+    async def connect(
+        cls,
+        address: str | None = None,
+        within: float = 5.0,
+        *,
+        person: Callable[[], Awaitable[bool]] | None = None,
+    ) -> Client:
         """Connect to the bus at ADDRESS, else $DBUS_SYSTEM_BUS_ADDRESS, else the system bus.
 
         The agent need not be there yet: `agent_present` tells, calls raise NoAgent.  Raises
         NoBus if there is no bus within WITHIN seconds.
+
+        With PERSON, polkit may ask somebody for a password, and such calls take their time.  It is
+        called when polkit has no authentication agent to ask with: it brings one, and returns
+        whether it did.  Without, calls that need it raise AuthenticationRequired at once.
         """
-        session = Session(address, within)
+        session = Session(address, within, person)
         await session.start()
         return cls(session)
 
@@ -288,6 +298,15 @@ class Client:
         named = [list(process) for process in processes]
         (ended,) = await self._manager("Reap", request_id or new_request_id(), path, named)
         return int(ended)
+
+    async def can(self, what: str) -> str:
+        """Tell whether this caller may: ``yes``, ``no``, or ``challenge`` (after an authentication).
+        WHAT is allocate, release-others, cordon or reap.  Raises Unavailable if polkit hangs."""
+        member = "Can" + what.title().replace("-", "")
+        if (names.MANAGER, member) not in METHODS:
+            raise InvalidArgument(f"{printable(what)!r} is nothing that could be allowed")
+        (answer,) = await self._manager(member)
+        return str(answer)
 
     # -- control planes -----------------------------------------------------------------------
     async def register(

@@ -87,6 +87,10 @@ class NotAuthorized(AgentError):
     short = "NotAuthorized"
 
 
+class AuthenticationRequired(NotAuthorized):
+    """The caller may, once somebody has authenticated, and nobody could be asked."""
+
+
 class NotOwner(AgentError):
     """The lease is someone else's."""
 
@@ -152,6 +156,7 @@ _BY_SHORT: dict[str, type[AgentError]] = {
 #: The bus's own errors, as what they mean here (D-Bus specification, "Standard error names").
 _STANDARD: dict[str, type[AgentError]] = {
     "AccessDenied": NotAuthorized,
+    "InteractiveAuthorizationRequired": AuthenticationRequired,
     "UnknownObject": NotFound,
     "InvalidArgs": InvalidArgument,
     "LimitsExceeded": LimitExceeded,

@@ -8,17 +8,26 @@ import logging
 import os
 import random
 from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from dbus_next.constants import MessageType
+from dbus_next.constants import MessageFlag, MessageType
 from dbus_next.message import Message
 
 from hetero_agent import names
 from hetero_agent.client import events, wire
 from hetero_agent.client.connection import DRIVER, DRIVER_PATH, SYSTEM_BUS, Connection, ConnectionLost
 from hetero_agent.client.contract import METHODS
-from hetero_agent.client.errors import GONE, CallTimeout, NoAgent, NoBus, UnexpectedReply, from_reply
+from hetero_agent.client.errors import (
+    GONE,
+    AuthenticationRequired,
+    CallTimeout,
+    NoAgent,
+    NoBus,
+    UnexpectedReply,
+    from_reply,
+)
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.client")
@@ -95,13 +104,23 @@ class Watch:
 
 
 class Session:
-    """The link.  `start` it, `call`, `close` it."""
+    """The link.  `start` it, `call`, `close` it.
 
-    def __init__(self, address: str | None, within: float = 5.0) -> None:
+    PERSON, if somebody may be asked to authenticate, makes sure that there is something to ask with
+    and tells whether it is worth to call again.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        within: float = 5.0,
+        person: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
         self.address = address or os.environ.get(names.BUS_ADDRESS_VARIABLE) or SYSTEM_BUS
         #: The unique name of the agent's connection, "" while it is not there.
         self.owner = ""
         self._within = within
+        self._person = person
         self._connection: Connection | None = None
         self._changed = asyncio.Event()
         self._closed = False
@@ -144,8 +163,22 @@ class Session:
         they are back: reads change nothing, and all else carries a request id, which the agent
         answers once.  Raises the errors of `hetero_agent.client.errors`.
         """
+        if self._person is None:
+            return await self._call(path, interface, member, body, within)
+        try:
+            return await self._call(path, interface, member, body, within)
+        except AuthenticationRequired:
+            # polkit knows nobody to ask yet
+            if not await self._person():
+                raise
+        return await self._call(path, interface, member, body, within)
+
+    async def _call(
+        self, path: str, interface: str, member: str, body: Sequence[Any], within: float
+    ) -> list[Any]:
         wire.check_text(body)
         signature, returns = METHODS[interface, member]
+        flags = MessageFlag.ALLOW_INTERACTIVE_AUTHORIZATION if self._person else MessageFlag.NONE
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(within, LONGEST_CALL)
         while True:
@@ -157,6 +190,7 @@ class Session:
                 member=member,
                 signature=signature,
                 body=list(body),
+                flags=flags,
             )
             try:
                 reply = await connection.call(message, max(0.001, deadline - loop.time()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_agent import names
-from hetero_agent.bus.whomay import METHODS, Who
+from hetero_agent.bus.whomay import CAN, METHODS, Action, Rule, Who
 from hetero_agent.core.events import Refused
 from hetero_agent.core.model import Holder
 from tests.support.agent import GROUP_GID, MEMBER, OTHER_MEMBER, OUTSIDER
@@ -63,6 +63,7 @@ CALLS: dict[str, tuple[str, str, list[Any]]] = {
     f"{names.MANAGER}.Reconcile": (names.ROOT, "suua{oao}", ["r", 0, 1, {}]),
     f"{names.MANAGER}.GetConflicts": (names.ROOT, "", []),
     f"{names.MANAGER}.Reap": (names.ROOT, "soa(ut)", ["r", "{plane_device}", [(4242, 7)]]),
+    **{f"{names.MANAGER}.{name}": (names.ROOT, "", []) for name in CAN},
     f"{names.DEVICE}.GetNodes": (DEVICE, "", []),
     f"{names.DEVICE}.GetHistory": (DEVICE, "u", [20]),
     f"{names.DEVICE}.GetHolders": (names.device_path(HELD), "", []),
@@ -101,9 +102,9 @@ ALLOWED = {
 
 
 def test_the_table_is_the_design() -> None:
-    rows = {member.removeprefix(names.BUS_NAME + "."): who for member, who in METHODS.items()}
-    ours = {member: who for member, who in rows.items() if not member.startswith("org.")}
-    assert ours == {
+    rows = {member.removeprefix(names.BUS_NAME + "."): rule for member, rule in METHODS.items()}
+    ours = {member: rule for member, rule in rows.items() if not member.startswith("org.")}
+    assert {member: rule.who for member, rule in ours.items()} == {
         "Manager.Register": Who.CONTROL_PLANE,
         "Manager.GetSnapshot": Who.EVERYONE,
         "Manager.Allocate": Who.GROUP,
@@ -113,6 +114,10 @@ def test_the_table_is_the_design() -> None:
         "Manager.Reconcile": Who.CONTROL_PLANE,
         "Manager.GetConflicts": Who.CONTROL_PLANE,
         "Manager.Reap": Who.REAPER,
+        "Manager.CanAllocate": Who.EVERYONE,
+        "Manager.CanReleaseOthers": Who.EVERYONE,
+        "Manager.CanCordon": Who.EVERYONE,
+        "Manager.CanReap": Who.EVERYONE,
         "Device.GetNodes": Who.EVERYONE,
         "Device.GetHistory": Who.EVERYONE,
         "Device.GetHolders": Who.HOLDER,
@@ -124,6 +129,21 @@ def test_the_table_is_the_design() -> None:
         "Providers.RegisterProvider": Who.PROVIDER,
         "Providers.ReportDevices": Who.EVERYONE,
         "Providers.ReportHealth": Who.EVERYONE,
+    }
+    assert {member: rule[1:] for member, rule in ours.items() if rule.action} == {
+        "Manager.Allocate": (Action.ALLOCATE, False),
+        "Manager.Release": (Action.RELEASE_OTHERS, False),
+        "Manager.Explain": (Action.ALLOCATE, True),
+        "Manager.Reap": (Action.REAP, False),
+        "Device.GetHolders": (Action.REAP, False),
+        "Device.Cordon": (Action.CORDON, False),
+        "Device.Uncordon": (Action.CORDON, False),
+    }
+    assert dict(CAN) == {
+        "CanAllocate": Rule(Who.GROUP, Action.ALLOCATE),
+        "CanReleaseOthers": Rule(Who.ROOT, Action.RELEASE_OTHERS),
+        "CanCordon": Rule(Who.ROOT, Action.CORDON),
+        "CanReap": Rule(Who.ROOT, Action.REAP),
     }
     assert CALLS.keys() == METHODS.keys()
 
@@ -149,8 +169,9 @@ def test_who_may(cast: _Cast, member: str) -> None:
         assert refused.keys() >= ALL - {"root", "provider"}
         return
     assert all(method in text for text in texts), texts
-    expected = "NotOwner" if METHODS[member] is Who.OWNER else "NotAuthorized"
-    assert refused == dict.fromkeys(ALL - ALLOWED[METHODS[member]], expected)
+    who = METHODS[member].who
+    expected = "NotOwner" if who is Who.OWNER else "NotAuthorized"
+    assert refused == dict.fromkeys(ALL - ALLOWED[who], expected)
 
 
 def test_release_is_for_the_owner_and_root(cast: _Cast) -> None:

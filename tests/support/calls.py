@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gi.repository import GLib
+from gi.repository import Gio, GLib
 
 from hetero_agent import names
 from tests.support.bus import PrivateBus
@@ -99,7 +99,7 @@ def send(want):
     arguments = GLib.Variant.parse(GLib.VariantType(want["type"]), want["arguments"], None, None)
     connection.call_with_unix_fd_list(
         want["destination"], want["path"], want["interface"], want["member"], arguments, None,
-        Gio.DBusCallFlags.NONE, int(want["timeout"] * 1000), None, None, answered, want["id"])
+        Gio.DBusCallFlags(want["flags"]), int(want["timeout"] * 1000), None, None, answered, want["id"])
 
 pending = b""
 
@@ -193,8 +193,11 @@ class Client:
         *values: Any,
         destination: str = names.BUS_NAME,
         timeout: float = 25,
+        interactive: bool = False,
     ) -> int:
-        """Send a call; return the number to `receive` its answer by."""
+        """Send a call; return the number to `receive` its answer by.  INTERACTIVE: somebody may be
+        asked to authenticate for it."""
+        flags = Gio.DBusCallFlags.ALLOW_INTERACTIVE_AUTHORIZATION if interactive else Gio.DBusCallFlags.NONE
         self._number += 1
         arguments = GLib.Variant(f"({signature})", values)
         want = {
@@ -206,6 +209,7 @@ class Client:
             "type": f"({signature})",
             "arguments": arguments.print_(True),
             "timeout": timeout,
+            "flags": int(flags),
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(want) + "\n")
@@ -235,9 +239,9 @@ class Client:
         value = self.reply(path, interface, member, signature, *values, **more).value
         return value[0] if len(value) == 1 else value or None
 
-    def manager(self, member: str, signature: str = "", *values: Any) -> Any:
+    def manager(self, member: str, signature: str = "", *values: Any, **more: Any) -> Any:
         """Call a method of the Manager."""
-        return self.call(names.ROOT, names.MANAGER, member, signature, *values)
+        return self.call(names.ROOT, names.MANAGER, member, signature, *values, **more)
 
     def allocate(
         self, request: str, resource: str, count: int = 1, options: dict[str, Any] | None = None
