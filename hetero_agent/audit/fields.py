@@ -53,6 +53,7 @@ def fields_of(record: AuditRecord) -> dict[str, str]:
         ("ACTOR_UNIT", actor.unit),
         ("ACTOR_BUS_NAME", actor.bus_name),
         ("ACTOR_CLIENT", actor.client),
+        ("ACTOR_AUTHORITY", actor.authority),
     ):
         fields[f"HETERO_{name}"] = printable(text, _TEXT_LIMIT)
     for name, text in list(record.extra.items())[:_EXTRA_LIMIT]:

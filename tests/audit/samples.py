@@ -20,7 +20,7 @@ def audit(sequence: int, kind: AuditKind = AuditKind.TRANSITION, **changes: obje
         "to_state": "allocating",
         "trigger": "granted",
         "reason": "because",
-        "actor": Actor(1000, 77, "user@1000.service", ":1.7", "slurm"),
+        "actor": Actor(1000, 77, "user@1000.service", ":1.7", "slurm", "a.polkit.action"),
         "request_id": "request 1",
         "took": 1234,
         **changes,

@@ -29,6 +29,7 @@ def test_all_fields() -> None:
         "HETERO_ACTOR_UNIT": "user@1000.service",
         "HETERO_ACTOR_BUS_NAME": ":1.7",
         "HETERO_ACTOR_CLIENT": "slurm",
+        "HETERO_ACTOR_AUTHORITY": "a.polkit.action",
         "HETERO_DEVICE": DEVICE,
         "HETERO_SERIAL": "SN1",
         "HETERO_LEASE": LEASE,

@@ -78,6 +78,7 @@ def test_every_kind_arrives_with_its_fields_in_order() -> None:
         "HETERO_ACTOR_UNIT": "user@1000.service",
         "HETERO_ACTOR_BUS_NAME": ":1.7",
         "HETERO_ACTOR_CLIENT": "slurm",
+        "HETERO_ACTOR_AUTHORITY": "a.polkit.action",
         "HETERO_DEVICE": DEVICE,
         "HETERO_SERIAL": "SN1",
         "HETERO_LEASE": LEASE,
