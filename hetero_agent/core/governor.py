@@ -7,7 +7,7 @@ it, `returns` whether it came back; `world` holds the tables and undoes a failed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hetero_agent.core import requests
@@ -235,8 +235,8 @@ class Governor:
             elif not lease.granted and lease.alive:
                 self._roll_back(lease, at)
             else:
-                self._take_up(lease, known, {debt.device for debt in owed}, at)
-        for debt in owed:
+                self._take_up(lease, known, at)
+        for debt in owed:  # also of a device that has come back to a lease which lives on
             self._take_debt(debt, known, at)
         self._sweep(restored, at)
         return world.finish()
@@ -296,9 +296,7 @@ class Governor:
         world = self.world
         world.put_lease(lease)
         world.drop_lease(lease.id)
-        earlier = world.requests.get(lease.key)
-        if earlier is not None and earlier.lease == lease.id:
-            world.drop_request(lease.key)
+        world.drop_request(lease.key)
         world.audit(
             AuditKind.ENDED,
             at,
@@ -311,16 +309,14 @@ class Governor:
         )
         world.effect(RevokeAccess(lease.id))
 
-    def _take_up(
-        self, lease: Lease, known: Mapping[str, DeviceRecord], owed: Collection[str], at: Instant
-    ) -> None:
+    def _take_up(self, lease: Lease, known: Mapping[str, DeviceRecord], at: Instant) -> None:
         world = self.world
         world.put_lease(lease)
         if not lease.alive:
             world.effect(RevokeAccess(lease.id))
             return
         for device_id in lease.devices:
-            if device_id in lease.returned or device_id in owed:
+            if device_id in lease.returned:
                 continue
             record = known.get(device_id) or _unknown(device_id, lease.resource)
             state = State.IN_USE if lease.confirmed else State.ALLOCATING
