@@ -64,6 +64,11 @@ def next_step(error: HeteroError) -> str:
         ),
         (errors.NotReady, "the agent is still looking for devices: try again in a few seconds"),
         (
+            errors.AuthenticationRequired,
+            "run it on a terminal, where heteroctl asks for a password (pkttyagent of polkitd), and without"
+            " --no-ask-password; root is not asked",
+        ),
+        (
             errors.NotAuthorized,
             "root may; for leases, members of the agent's group may (hetero, unless configured:"
             " adduser NAME hetero, then log in anew)",

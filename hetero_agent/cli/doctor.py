@@ -26,6 +26,14 @@ _AT_ONCE: Final = 8
 #: A resource name that every agent takes as well-formed and no host has.
 _NO_RESOURCE: Final = "heteroctl.invalid/doctor"
 
+#: What the agent can be asked about, in words.
+_RIGHTS: Final = {
+    "allocate": "lease devices",
+    "release-others": "end others' leases",
+    "cordon": "cordon devices",
+    "reap": "see and end holders",
+}
+
 
 def register(verbs: Verbs) -> None:
     """Add the verb."""
@@ -92,7 +100,7 @@ async def _agent(client: Client) -> list[Finding]:
             )
         )
     findings += _limits(status)
-    findings.append(await _rights(client))
+    findings += await _rights(client)
     snapshot = await client.snapshot()
     findings += _devices(snapshot)
     findings += await _nodes(client, snapshot)
@@ -114,18 +122,35 @@ def _limits(status: Status) -> list[Finding]:
     ]
 
 
-async def _rights(client: Client) -> Finding:
+async def _rights(client: Client) -> list[Finding]:
+    """What this caller may, by uid, groups and polkit."""
     from hetero_agent.cli.complaints import next_step  # noqa: PLC0415
     from hetero_agent.cli.hostchecks import Finding  # noqa: PLC0415
     from hetero_agent.client.errors import AgentError, NotAuthorized  # noqa: PLC0415
 
     try:
-        await client.explain(_NO_RESOURCE, 1)
-    except NotAuthorized as error:
-        return Finding("wrong", "rights", f"you may not lease devices: {error.text}", next_step(error))
-    except AgentError:
-        pass  # the agent got as far as the resource
-    return Finding("ok", "rights", "you may lease devices")
+        answers = {what: await client.can(what) for what in _RIGHTS}
+    except AgentError as error:
+        return [Finding("wrong", "rights", error.text, next_step(error) or "systemctl status polkit")]
+    step = next_step(NotAuthorized(""))
+    match answers.pop("allocate"):
+        case "yes":
+            findings = [Finding("ok", "rights", "you may lease devices")]
+        case "challenge":
+            how = "you may lease devices once you have authenticated"
+            findings = [Finding("note", "rights", how, step)]
+        case _:
+            why = ""
+            try:
+                await client.explain(_NO_RESOURCE, 1)
+            except AgentError as error:
+                why = f": {error.text}"
+            findings = [Finding("wrong", "rights", f"you may not lease devices{why}", step)]
+    for answer, how in (("yes", "you may"), ("challenge", "once you have authenticated you may")):
+        some = [_RIGHTS[what] for what, one in answers.items() if one == answer]
+        if some:
+            findings.append(Finding("ok", "rights", f"{how} {', '.join(some)}"))
+    return findings
 
 
 def _devices(snapshot: Snapshot) -> list[Finding]:

@@ -84,12 +84,14 @@ def _carry_out(args: argparse.Namespace, out: Printer) -> int:
 
 
 async def _connected(args: argparse.Namespace, out: Printer) -> int:
-    from hetero_agent.cli import complaints  # noqa: PLC0415
+    from hetero_agent.cli import asking, complaints  # noqa: PLC0415
     from hetero_agent.client import Client, HeteroError  # noqa: PLC0415
 
+    person = asking.person(args)
     try:
-        async with await Client.connect(args.bus) as client:
-            return int(await args.handler(client, args, out))
+        with person or contextlib.nullcontext():
+            async with await Client.connect(args.bus, person=person) as client:
+                return int(await args.handler(client, args, out))
     except HeteroError as error:
         raise complaints.of_error(error) from error
 

@@ -125,17 +125,20 @@ class _Run:
 
     # -- before the command -------------------------------------------------------------------
     async def _prepare(self) -> tuple[Client, Manifest]:
-        from hetero_agent.cli import complaints  # noqa: PLC0415
+        from hetero_agent.cli import asking, complaints  # noqa: PLC0415
         from hetero_agent.client import Client, HeteroError  # noqa: PLC0415
 
+        person = asking.person(self._args)
         try:
-            client = await Client.connect(self._args.bus)
+            client = await Client.connect(self._args.bus, person=person)
         except HeteroError as error:
             raise complaints.of_error(error) from error
         try:
-            manifest = await self._outer(client)
-            self._inside = manifest is not None
-            return client, manifest or await self._obtain(client)
+            # the terminal is the command's, once there is one
+            with person or contextlib.nullcontext():
+                manifest = await self._outer(client)
+                self._inside = manifest is not None
+                return client, manifest or await self._obtain(client)
         except HeteroError as error:
             await client.close()
             raise complaints.of_error(error) from error

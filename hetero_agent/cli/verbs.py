@@ -76,6 +76,12 @@ def common_options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document (watch: one a line)")
     parser.add_argument("--bus", metavar="ADDRESS", help="address of the bus (default: the system bus)")
+    parser.add_argument(
+        "--no-ask-password",
+        dest="ask_password",
+        action="store_false",
+        help="never ask for a password on the terminal (polkit)",
+    )
     return parser
 
 

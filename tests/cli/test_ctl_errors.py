@@ -301,14 +301,29 @@ def test_doctor_without_an_agent(ctl: Ctl) -> None:
 
 
 def test_doctor_says_who_may_not_lease(standin: StandIn, ctl: Ctl) -> None:
+    for name in ("CanAllocate", "CanReleaseOthers", "CanCordon", "CanReap"):
+        standin.answers[name] = ("s", ["no"])
     standin.answers["Explain"] = Problem("NotAuthorized", "uid 5 is not in group hetero")
-    level, text, step = findings(ctl)["rights"][0]
+    ((level, text, step),) = findings(ctl)["rights"]
     assert (level, text) == ("wrong", "you may not lease devices: uid 5 is not in group hetero")
     assert "adduser" in step
 
 
+def test_doctor_says_what_polkit_would_allow(standin: StandIn, ctl: Ctl) -> None:
+    for name in ("CanAllocate", "CanCordon", "CanReap"):
+        standin.answers[name] = ("s", ["challenge"])
+    assert [one[:2] for one in findings(ctl)["rights"]] == [
+        ("note", "you may lease devices once you have authenticated"),
+        ("ok", "you may end others' leases"),
+        ("ok", "once you have authenticated you may cordon devices, see and end holders"),
+    ]
+    standin.answers["CanReap"] = Problem("Unavailable", "CanReap: polkit did not answer within 5 s")
+    assert findings(ctl)["rights"] == [
+        ("wrong", "CanReap: polkit did not answer within 5 s", "systemctl status polkit")
+    ]
+
+
 def test_doctor_says_why_there_are_no_devices(standin: StandIn, ctl: Ctl) -> None:
-    standin.answers["Explain"] = Problem("NotFound")
     found = findings(ctl)
     assert found["rights"][0][:2] == ("ok", "you may lease devices")
     level, text, _ = found["devices"][0]

@@ -99,6 +99,7 @@ class StandIn:
             "GetAll": lambda message: ("a{sv}", [MANAGER_PROPERTIES]),
             "GetSnapshot": snapshot(),
             "GetManagedObjects": ("a{oa{sa{sv}}}", [{}]),
+            **dict.fromkeys(("CanAllocate", "CanReleaseOthers", "CanCordon", "CanReap"), ("s", ["yes"])),
         }
         self.calls: list[Any] = []
         self.unique_name = ""
