@@ -98,10 +98,9 @@ async def allocate(client: Client, args: argparse.Namespace, out: Printer) -> in
             *(("environment", f"{key}={value}") for key, value in sorted(manifest.variables().items())),
         ]
     )
-    if manifest.confirm_by:
-        out.line(
-            f"confirm within {until(manifest.confirm_by)}: heteroctl confirm {short(grant.lease)} --pid PID"
-        )
+    if manifest.confirm_by_boottime:
+        left = until(manifest.confirm_by_boottime)
+        out.line(f"confirm within {left}: heteroctl confirm {short(grant.lease)} --pid PID")
     return exitcodes.OK
 
 
@@ -113,7 +112,7 @@ async def confirm(client: Client, args: argparse.Namespace, out: Printer) -> int
     if out.as_json:
         out.document(lease)
     else:
-        end = f", ends in {until(lease.deadline)} unless confirmed again" if lease.deadline else ""
+        end = f", ends in {until(lease.deadline_boottime)} unless confirmed again" if lease.deadline else ""
         out.line(f"lease {short(lease.id)} is {lease.state}{end}")
     return exitcodes.OK
 

@@ -235,7 +235,7 @@ async def _show_lease(client: Client, lease: Lease, out: Printer) -> dict[str, o
                 ("owner uid", str(lease.uid)),
                 ("client", lease.client),
                 ("created", f"{moment(lease.created)} ({ago(lease.created)})"),
-                ("ends in", until(lease.deadline)),
+                ("ends in", until(lease.deadline_boottime)),
                 *(
                     (f"{kind} {key}", value)
                     for kind in ("request", "binding")
@@ -281,7 +281,7 @@ async def list_leases(client: Client, args: argparse.Namespace, out: Printer) ->
                     lease.uid,
                     lease.client,
                     ago(lease.created),
-                    until(lease.deadline),
+                    until(lease.deadline_boottime),
                     " ".join(lease.devices),
                 )
                 for lease in found

@@ -127,10 +127,10 @@ def ago(microseconds: int) -> str:
 
 
 def until(microseconds: int) -> str:
-    """Return how long it is until a realtime moment; "" for 0."""
+    """Return how long it is until a moment of CLOCK_BOOTTIME; "" for 0."""
     if not microseconds:
         return ""
-    return span(max(0, microseconds - time.time_ns() // 1000))
+    return span(max(0, microseconds - time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000))
 
 
 def span(microseconds: int) -> str:

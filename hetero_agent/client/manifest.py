@@ -47,7 +47,7 @@ class Manifest:
     """The manifest of a lease (design section 7).
 
     NODES are (device, path, role, kind, major, minor); MOUNTS (host, container, options);
-    CONFIRM_BY is realtime microseconds, 0 once confirmed.  RAW is the whole of it.
+    CONFIRM_BY_BOOTTIME is microseconds of CLOCK_BOOTTIME, 0 once confirmed.  RAW is the whole of it.
     """
 
     lease: str
@@ -57,7 +57,7 @@ class Manifest:
     mounts: tuple[tuple[str, str, str], ...]
     env: Mapping[str, str]
     groups: tuple[int, ...]
-    confirm_by: int
+    confirm_by_boottime: int
     raw: Mapping[str, Any]
 
     @classmethod
@@ -71,7 +71,7 @@ class Manifest:
             mounts=tuple(tuple(mount) for mount in raw.get("mounts", ())),
             env=dict(raw.get("env", {})),
             groups=tuple(raw.get("groups", ())),
-            confirm_by=raw.get("confirm-by", 0),
+            confirm_by_boottime=raw.get("confirm-by-boottime", 0),
             raw=raw,
         )
 

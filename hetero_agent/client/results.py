@@ -118,7 +118,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Lease:
-    """The public side of a lease; DEADLINE is 0 if it never ends by itself."""
+    """The public side of a lease.  DEADLINE is 0 if it never ends by itself; it is given on the wall clock
+    as that was at the grant, and on CLOCK_BOOTTIME, which alone decides."""
 
     id: str
     path: str
@@ -130,6 +131,7 @@ class Lease:
     client: str
     created: int
     deadline: int
+    deadline_boottime: int
     lost: tuple[str, ...]
 
     @property
@@ -151,6 +153,7 @@ class Lease:
             client=got["Client"],
             created=got["Created"],
             deadline=got["Deadline"],
+            deadline_boottime=got["DeadlineBoottime"],
             lost=tuple(device_of(one) for one in got.get("Lost", ())),
         )
 

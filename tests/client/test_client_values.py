@@ -103,6 +103,7 @@ MANIFEST = Manifest.of(
         "env": {"CUDA_VISIBLE_DEVICES": "0,1", "HETERO_DEVICE_COUNT": "2"},
         "groups": [44],
         "confirm-by": 7,
+        "confirm-by-boottime": 5,
         "of-a-later-version": 1,
     }
 )
@@ -149,7 +150,7 @@ def test_other_variables_are_left_alone(variable: str) -> None:
 def test_unknown_keys_of_a_manifest_stay_in_the_raw_one() -> None:
     assert MANIFEST.raw["of-a-later-version"] == 1
     assert MANIFEST.nodes == (("0000:3b:00.0", "/dev/nvidia0", "own", "char", 195, 0),)
-    assert (MANIFEST.groups, MANIFEST.confirm_by) == ((44,), 7)
+    assert (MANIFEST.groups, MANIFEST.confirm_by_boottime) == ((44,), 5)
 
 
 def test_importing_the_library_imports_no_device_library() -> None:
