@@ -79,6 +79,21 @@ class DiscoveryTable:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthTable:
+    """``[health]``: seconds between two probes of a device, until a failed one is repeated, and
+    that one may take; how many failed ones in a row make a device unhealthy, how many good ones
+    bring it back; and where the kernel's messages are read: the ``journal``, ``kmsg``
+    (/dev/kmsg), ``auto`` (the journal if it has them), or nowhere (``off``)."""
+
+    interval: float = 7.5
+    confirm: float = 1.5
+    deadline: float = 2.0
+    failures: int = 3
+    recoveries: int = 3
+    kernel_log: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class ProviderTable:
     """``[providers.NAME]``: who may report as NAME (root always may), what, and from where.
 
@@ -110,6 +125,7 @@ class Config:
     grant: GrantTable = field(default_factory=GrantTable)
     reclaim: ReclaimTable = field(default_factory=ReclaimTable)
     discovery: DiscoveryTable = field(default_factory=DiscoveryTable)
+    health: HealthTable = field(default_factory=HealthTable)
     control_planes: ControlPlanesTable = field(default_factory=ControlPlanesTable)
     providers: Mapping[str, ProviderTable] = field(default_factory=dict)
 
@@ -119,6 +135,7 @@ _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("reclaim", "orphans"): ("wait", "kill"),
     ("reclaim", "pid-namespace"): ("host", "own"),
     ("discovery", "udev-source"): ("auto", "udev", "kernel"),
+    ("health", "kernel-log"): ("auto", "journal", "kmsg", "off"),
 }
 
 #: Least and greatest value of a number, by (table, key); others are 1 to 2**31-1.
@@ -130,6 +147,11 @@ _RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("reclaim", "occupied-after"): (0.1, 60),
     ("reclaim", "scan-interval"): (1, 3600),
     ("discovery", "resync-interval"): (1, 86_400),
+    ("health", "interval"): (0.1, 600),
+    ("health", "confirm"): (0.05, 60),
+    ("health", "deadline"): (0.1, 60),
+    ("health", "failures"): (1, 100),
+    ("health", "recoveries"): (1, 100),
     ("providers", "uid"): (0, 2**32 - 2),
     ("providers", "grace"): (0, 3600),
 }

@@ -26,12 +26,15 @@ from hetero_agent.audit import loghandler
 from hetero_agent.audit.journal import JournalWriter
 from hetero_agent.bus.service import BusService
 from hetero_agent.config import Config, ConfigError
-from hetero_agent.core.events import Note, Observed
+from hetero_agent.core.effects import Effect
+from hetero_agent.core.events import Happened, Note, Observed
 from hetero_agent.core.governor import KERNEL, Governor
 from hetero_agent.core.model import AuditKind, State
 from hetero_agent.core.world import Settings
 from hetero_agent.discovery.source import KernelSource
 from hetero_agent.engine import Engine, instant
+from hetero_agent.health.alerts import Alerts
+from hetero_agent.health.edge import HealthEdge
 from hetero_agent.holders.edge import HolderEdge
 from hetero_agent.providers.registry import Registry
 from hetero_agent.store.database import StoreUnusable
@@ -42,8 +45,8 @@ from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.daemon")
 
-#: Seconds that the first scan may take before the agent is ready without it.
-FIRST_SCAN = 5.0
+#: Seconds that the first scan and probe may take before the agent is ready without them.
+FIRST_LOOK = 5.0
 
 #: Seconds between two looks at what STATUS= says.
 STATUS_INTERVAL = 2.0
@@ -77,6 +80,7 @@ def settings_of(config: Config) -> Settings:
         kill_after=usec(config.reclaim.kill_after),
         occupied_after=usec(config.reclaim.occupied_after),
         orphans_kill=config.reclaim.orphans == "kill",
+        probes=True,
         system_holders=config.reclaim.system_holders,
         leases=limits.leases,
         leases_per_uid=limits.leases_per_uid,
@@ -111,7 +115,9 @@ class Daemon:
         self.engine.on_stored = self.audit.wake
         submit, now = self.engine.submit, self.engine.now
         self.holders = HolderEdge(submit, now, self._protected, _contained(config))
-        self.kernel = KernelSource(config.discovery, places.profiles, submit, now)
+        self.health = HealthEdge(config.health, places.runtime, submit, now, self._look)
+        self.alerts = Alerts(places.runtime, self.governor.devices)
+        self.kernel = KernelSource(config.discovery, places.profiles, submit, now, wedged=self.health.wedged)
         self.registry = Registry(
             config.providers, config.limits, submit, now, self.governor.epoch, self._source_of
         )
@@ -124,10 +130,15 @@ class Daemon:
             loghandler.set_level,
             handler.target,
         )
+        self.bus.host_news = self._host_news
 
     def _protected(self) -> set[int]:
         """Processes that are never signalled whatever a lease says."""
         return {os.getpid(), os.getppid(), self.bus.bus_pid}
+
+    def _look(self, path: str) -> None:
+        """A probe saw that the kernel's device at PATH has changed."""
+        self.kernel.look(path)
 
     def _source_of(self, name: str) -> str:
         device = self.governor.find_device(name)
@@ -175,11 +186,13 @@ class Daemon:
         self.engine.attach(
             access=self.door,
             holders=self.holders,
+            health=self.health,
             owners=self.bus.owners,
-            publisher=self.bus.publisher,
+            publisher=self,
             scan_interval=self.config.reclaim.scan_interval,
         )
         await self.holders.start()
+        self.health.start()
         self.engine.start(restored)
         self.audit.start()
         self.registry.expect(restored.records)
@@ -187,12 +200,14 @@ class Daemon:
             self.engine.submit(Observed(self.engine.now(), KERNEL, complete=True))
         else:
             await self.kernel.start()
-        await self._first_scan(started + FIRST_SCAN)
+            self.health.listen(self.kernel.symptoms)
+        await self._first_look(started + FIRST_LOOK)
+        self.alerts.start()
         await self.bus.request_name()
         self._tell_status()
 
-    async def _first_scan(self, until: float) -> None:
-        """Wait until no device is unscanned any more, or UNTIL (monotonic)."""
+    async def _first_look(self, until: float) -> None:
+        """Wait until no device waits for its first scan or probe any more, or UNTIL (monotonic)."""
         while time.monotonic() < until:
             if not any(device.state is State.PROBING for device in self.governor.devices.values()):
                 return
@@ -217,6 +232,7 @@ class Daemon:
             self.engine.submit(Note(self.engine.now(), AuditKind.STOPPED, "stopped; leases stay as they are"))
         if self.places.sources != "none":
             await self.kernel.stop()
+        await self.health.stop()
         await self.holders.stop()
         self.registry.close()
         await self.engine.stop()
@@ -225,6 +241,23 @@ class Daemon:
         self.lasting.close()
         self.ledger.close()
         self.notifier.close()
+
+    # -- between the edges ------------------------------------------------------------------------
+    def publish(self, effects: Sequence[Effect]) -> None:
+        """Give the governor's news to everybody who shows them; see `core.ports.Publisher`."""
+        self.bus.publisher.publish(effects)
+        self.alerts.publish(effects)
+
+    def _host_news(self, what: str, begins: bool) -> None:
+        """Something befell the host: devices may suffer from it, and their histories tell of it."""
+        now = self.engine.now()
+        if what == "reload" and begins:
+            # device rules of running units are written anew: who had a device may have lost it
+            self.engine.submit(Happened(now, "daemon-reload", "systemd reads its units again", leased=True))
+        elif what == "sleep":
+            word, text = ("suspend", "goes to sleep") if begins else ("resume", "woke up")
+            self.engine.submit(Happened(now, word, f"the machine {text}"))
+            self.health.sleep(begins)
 
     # -- supervision ------------------------------------------------------------------------------
     def _checks(self) -> dict[str, Callable[[], float]]:
@@ -257,8 +290,9 @@ class Daemon:
         found = []
         if self.engine.store_problem:
             found.append(f"ledger: {self.engine.store_problem}")
-        edges = (self.lasting.problem, self.audit.problem, self.holders.problem)
+        edges = (self.lasting.problem, self.audit.problem, self.holders.problem, self.alerts.problem)
         found += [problem for problem in edges if problem]
+        found += self.health.problems()
         if self.places.sources != "none":
             found += self.kernel.problems()
         return found
@@ -280,6 +314,7 @@ class Daemon:
             self.config = config
             self.governor.configure(settings_of(config))
             self.holders.configure(_contained(config))
+            self.health.configure(config.health)
             self.engine.configure(config.grant.effects_timeout, config.reclaim.scan_interval)
             self.registry.reload(config)
             self.door.reload()
@@ -288,6 +323,7 @@ class Daemon:
             if self.places.sources != "none":
                 self.kernel.configure(config.discovery)
                 await self.kernel.reload()
+                self.health.listen(self.kernel.symptoms)
             text, priority = "the configuration was read again", 5
         log.log(logging.ERROR if priority == 3 else logging.INFO, "%s", text)
         self.engine.submit(Note(self.engine.now(), AuditKind.RELOADED, text, priority))

@@ -30,6 +30,7 @@ from hetero_agent.core.effects import (
     StoreCordon,
     Terminate,
     UnwatchOwner,
+    WatchHealth,
     WatchNodes,
     WatchOwner,
 )
@@ -51,7 +52,7 @@ from hetero_agent.core.events import (
 )
 from hetero_agent.core.governor import Governor
 from hetero_agent.core.model import Binding, Instant
-from hetero_agent.core.ports import Access, Holders, Lasting, Ledger, Publisher
+from hetero_agent.core.ports import Access, HealthWatch, Holders, Lasting, Ledger, Publisher
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.engine")
@@ -99,6 +100,7 @@ class Engine:
         self.on_stored: Callable[[], None] = lambda: None
         self._access: Access
         self._holders: Holders
+        self._health: HealthWatch
         self._owners: Owners
         self._publisher: Publisher
         self._queue: deque[Event] = deque()
@@ -116,10 +118,18 @@ class Engine:
         self._progress = time.monotonic()
 
     def attach(
-        self, *, access: Access, holders: Holders, owners: Owners, publisher: Publisher, scan_interval: float
+        self,
+        *,
+        access: Access,
+        holders: Holders,
+        health: HealthWatch,
+        owners: Owners,
+        publisher: Publisher,
+        scan_interval: float,
     ) -> None:
         """Give it its edges; SCAN_INTERVAL is the time between full scans in seconds."""
         self._access = access
+        self._health = health
         self._holders = holders
         self._owners = owners
         self._publisher = publisher
@@ -329,6 +339,8 @@ class Engine:
                 self._owners.unwatch(lease)
             case WatchNodes(device, record):
                 self._holders.watch_nodes(device, record)
+            case WatchHealth(device, record, repaired):
+                self._health.watch(device, record, repaired)
             case Terminate():
                 held = self.governor.devices.get(effect.device)
                 nodes = self.governor.returns.nodes_of(held) if held is not None else ()
@@ -435,6 +447,7 @@ _WORK = (
     WatchOwner,
     UnwatchOwner,
     WatchNodes,
+    WatchHealth,
     Terminate,
     StoreCordon,
 )

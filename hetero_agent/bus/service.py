@@ -15,6 +15,7 @@ from hetero_agent.bus.authorize import Authorizer
 from hetero_agent.bus.callers import MATCH_NAMES, Callers, Identify, deadline, name_owner_changed
 from hetero_agent.bus.device import Devices
 from hetero_agent.bus.dispatcher import Dispatcher, Refusals
+from hetero_agent.bus.hostnews import HostNews
 from hetero_agent.bus.lease import Leases
 from hetero_agent.bus.logcontrol import LogControl
 from hetero_agent.bus.manager import Manager
@@ -65,6 +66,8 @@ class BusService:
     publisher: Publisher
     #: The bus daemon's process, which is never to be signalled; 0 before `connect`.
     bus_pid = 0
+    #: What befalls the host (``reload``, ``sleep``), and whether it begins or ends.
+    host_news: Callable[[str, bool], None] | None = None
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class BusService:
         self._log_control = LogControl(config.agent.log_level, log_target, set_log_level)
         self._guard = Guard(registry.may_provide)
         self._connection: Connection
+        self._host_news: HostNews
         self._callers: Callers
         self._polkit: Polkit
         self._turns: Turns
@@ -109,6 +113,7 @@ class BusService:
         engine = self._engine
         callers = self._callers = Callers(connection, self._identify)
         self.owners = BusOwners(connection, guid, engine.submit, engine.now)
+        self._host_news = HostNews(connection, self.owners.units, self._tell)
         mirror = Mirror(engine.view)
         binder = Binder(callers, self.owners.units, guid)
         self._manager = Manager(self._config, engine, self._guard, mirror, binder, self._registry.usage)
@@ -144,6 +149,7 @@ class BusService:
         connection.on_signal = self._signal
         connection.on_turn = self._turns.run
         connection.on_drain = self._drained
+        self._host_news.start()
 
     async def request_name(self) -> None:
         """Show the objects and own the name.  Raises TransportError, also if it is taken."""
@@ -180,6 +186,7 @@ class BusService:
         if hasattr(self, "_dispatcher"):
             self.publisher.stop()
             self._dispatcher.close()
+            self._host_news.close()
             self.owners.close()
             self._callers.close()
         if hasattr(self, "_connection"):
@@ -203,6 +210,7 @@ class BusService:
         changed = name_owner_changed(message)
         if changed is not None:
             name, old, new = changed
+            self._host_news.owner_changed(name, new)
             if name == SYSTEMD and new:
                 self.owners.units.owner_changed()
             elif name == old and not new:
@@ -215,7 +223,12 @@ class BusService:
             if message.member == "NameLost" and message.arguments()[:1] == [names.BUS_NAME]:
                 self._lose(f"the bus took the name {names.BUS_NAME} away")
         else:
+            self._host_news.signal(message)
             self.owners.units.signal(message)
+
+    def _tell(self, what: str, begins: bool) -> None:
+        if self.host_news is not None:
+            self.host_news(what, begins)
 
     def _drained(self) -> None:
         self._turns.run()

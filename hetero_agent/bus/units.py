@@ -99,6 +99,7 @@ class Units:
     def owner_changed(self) -> None:
         """systemd came (back) to the bus: subscribe anew and look at all units."""
         self._subscribed = False
+        self._start(self.subscribe())
         for lease, unit in list(self._watched.items()):
             self._start(self._subscribe(lease, unit))
 
@@ -110,20 +111,28 @@ class Units:
     async def _subscribe(self, lease: str, unit: UnitRef) -> None:
         """Subscribe, then check: an end in between is not missed."""
         try:
-            if not self._subscribed:
-                self._subscribed = True
-                await self._call(_PATH, _MANAGER, "Subscribe")
-                rule = f"type='signal',sender='{SYSTEMD}',interface='{_MANAGER}',member='UnitRemoved'"
-                await self._add_match("AddMatch", rule)
+            await self.subscribe()
             path = self._paths.get(unit.name)
             if path is None:
                 path = str((await self._call(_PATH, _MANAGER, "GetUnit", unit.name))[0])
                 self._paths[unit.name] = path
             await self._match("AddMatch", path)
         except CallFailed as error:
-            # an already subscribed client gets an error from Subscribe, too: the check decides
             log.debug("watching unit %s: %s", printable(unit.name, 64), error)
         await self._check(lease, unit)
+
+    async def subscribe(self) -> None:
+        """Have systemd send its signals, which it does only for those who asked."""
+        if self._subscribed:
+            return
+        self._subscribed = True
+        rule = f"type='signal',sender='{SYSTEMD}',interface='{_MANAGER}',member='UnitRemoved'"
+        try:
+            await self._add_match("AddMatch", rule)
+            await self._call(_PATH, _MANAGER, "Subscribe")
+        except CallFailed as error:
+            # no systemd here, or it has this connection on its list already
+            log.debug("subscribing to systemd: %s", error)
 
     async def _check(self, lease: str, unit: UnitRef) -> None:
         while self._watched.get(lease) == unit:

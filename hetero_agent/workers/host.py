@@ -32,7 +32,12 @@ class StuckError(Exception):
 
 
 class LostError(Exception):
-    """There is no worker: it died, or none can be started.  The text says why."""
+    """There is no worker: it died while it was at ITEM, or none can be started (ITEM 0).  The text
+    says why."""
+
+    def __init__(self, text: str, item: int = 0) -> None:
+        super().__init__(text)
+        self.item = item
 
 
 class Host:
@@ -95,9 +100,10 @@ class Host:
                 # whatever happened, an answer that comes late must not meet another question
                 exchange.cancel()
                 await asyncio.wait({exchange})
+                item = worker.progress[1]
                 self._give_up(worker, let_go)
                 if isinstance(error, (OSError, EOFError, ValueError)):
-                    raise LostError(f"the {self._what} died") from error
+                    raise LostError(f"the {self._what} died", item) from error
                 raise
 
     async def _watch(self, worker: WorkerProcess, exchange: asyncio.Future[dict[str, Any]]) -> None:

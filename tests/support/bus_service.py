@@ -55,6 +55,11 @@ class _Lasting:
         pass
 
 
+class _Health:
+    def watch(self, device: str, record: DeviceRecord | None, repaired: bool) -> None:
+        return None
+
+
 class _Access:
     async def prepare(self, lease: Any, records: Sequence[DeviceRecord]) -> dict[str, object]:
         return {
@@ -142,6 +147,7 @@ class Service:
         self.engine.attach(
             access=_Access(),
             holders=self.holders,
+            health=_Health(),
             owners=self.service.owners,
             publisher=self.service.publisher,
             scan_interval=3600,

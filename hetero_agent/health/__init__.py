@@ -1,0 +1,1 @@
+"""How devices are: rounds of probes, what the kernel says, alerts."""
