@@ -11,7 +11,8 @@ import time
 from types import TracebackType
 from typing import Final, Self
 
-#: polkit's own (pkttyagent(1)); it registers for this process unless polkit has an agent for it already.
+#: polkit's own (pkttyagent(1)).  It registers for this process, and not with --fallback: polkit passes
+#: such agents over where the process is in no session, and it was asked before whether it has another.
 AGENT: Final = "/usr/bin/pkttyagent"
 
 #: Seconds for it to register, and to go.
@@ -72,7 +73,7 @@ class Person:
 
         os.set_inheritable(telling, True)
         environment = {**os.environ, **({BUS_ADDRESS_VARIABLE: self._bus} if self._bus else {})}
-        options = [f"--process={os.getpid()},{_start_time()}", f"--notify-fd={telling}", "--fallback"]
+        options = [f"--process={os.getpid()},{_start_time()}", f"--notify-fd={telling}"]
         # it must not stay at the terminal when heteroctl is killed; what `run` blocks, and Python
         # ignores, must reach it
         return os.posix_spawnp(

@@ -88,7 +88,7 @@ class FakePolkit:
         if message.member == "CancelCheckAuthorization":
             self.cancelled.append(message.body[0])
             return True
-        if message.member == "RegisterAuthenticationAgentWithOptions":
+        if message.member in ("RegisterAuthenticationAgent", "RegisterAuthenticationAgentWithOptions"):
             kind, details = message.body[0]
             self.registered.append((kind, {key: value.value for key, value in details.items()}))
             self.on_agent()
