@@ -4,6 +4,7 @@ started, a skip must be listed in tests/skips.txt when CI is set, and no process
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ _MARK = "HETERO_AGENT_TEST_RUN"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell's background job ignores it, and so would all that the tests start and interrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[_MARK] = str(os.getpid())
     config.stash[_unlisted] = []
 

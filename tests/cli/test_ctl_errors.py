@@ -233,10 +233,10 @@ def _reported(standin: StandIn) -> bool:
     return True
 
 
-def test_an_agent_that_does_not_answer_is_69(
+def test_a_call_without_an_answer_can_be_interrupted(
     standin: StandIn, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's own test has the deadline; here it is 20 s, so the call is interrupted."""
+    """Until its deadline, 20 s, which the library's own test has."""
     standin.answers["Release"] = None
     process = ctl.spawn("release", LEASE)
     wait_until(lambda: "Release" in standin.members())
