@@ -123,9 +123,20 @@ class Returns:
         return frozenset[ProcessRef]().union(*(self._known.get((lease.id, one), ()) for one in lease.devices))
 
     def nodes_of(self, device: Device) -> tuple[Node, ...]:
-        """The nodes that a scan looks for: those of the record, else those last owed."""
+        """The nodes that a scan looks for: those of the record, and while the device is owed also
+        those that its last lease had under other numbers, unless another device has these now."""
+        own = device.record.own_nodes
         debt = self.world.debts.get(device.id)
-        return device.record.own_nodes or (debt.nodes if debt else ())
+        before = [node for node in debt.nodes if node not in own] if debt is not None else []
+        if not before:
+            return own
+        taken = {
+            _number(node)
+            for other in self.world.devices.values()
+            if other.id != device.id
+            for node in other.record.own_nodes
+        }
+        return (*own, *(node for node in before if _number(node) not in taken))
 
     def _look_again(self, device_id: str, boot: int) -> None:
         self.world.alarm(boot, "check", device_id)
@@ -222,15 +233,12 @@ class Returns:
         """Other devices of the same card that have one of its own nodes too."""
         if not device.record.parent:
             return []
-        own = {(node.kind, node.major, node.minor, node.fsdev, node.inode) for node in device.record.own_nodes}
+        own = {_number(node) for node in device.record.own_nodes}
         return [
             other
             for one in self.world.relatives(device.record.parent)
             if one != device.id and (other := self.world.devices.get(one)) is not None
-            if any(
-                (node.kind, node.major, node.minor, node.fsdev, node.inode) in own
-                for node in other.record.own_nodes
-            )
+            if any(_number(node) in own for node in other.record.own_nodes)
         ]
 
     def _incomplete(self, device: Device, scan: DeviceScan) -> bool:
@@ -557,6 +565,11 @@ class Returns:
             or not device.scanned
         ):
             self.world.effect(RequestScan((device_id,)))
+
+
+def _number(node: Node) -> tuple[str, int, int, int, int]:
+    """What makes two nodes the same one: kind and numbers, not path or mode."""
+    return node.kind, node.major, node.minor, node.fsdev, node.inode
 
 
 def _name(holder: Holder) -> str:

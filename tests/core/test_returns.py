@@ -108,6 +108,18 @@ def test_a_close_has_it_looked_at() -> None:
     assert host.scans() == ["d"]
 
 
+def test_a_node_renumbered_while_owed_is_looked_for_under_both_numbers() -> None:
+    host = host_with(card("d", nodes=(own(3),)), card("e", nodes=(own(4),)))
+    lease = host.use(devices=("d",))
+    host.release(lease.id)
+    returns = host.governor.returns
+    host.observe(card("d", nodes=(own(5),)))
+    assert returns.nodes_of(host.device("d")) == (own(5), own(3))
+    # another device has the old number now: who holds that one holds this one no more
+    host.observe(card("e", nodes=(own(3),)))
+    assert returns.nodes_of(host.device("d")) == (own(5),)
+
+
 def test_a_device_that_nothing_can_hold_comes_back_by_an_empty_scan() -> None:
     host = host_with(card("d", nodes=(own(3, Role.CONTROL),)))
     assert host.state("d") == "idle"

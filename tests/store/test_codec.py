@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero_agent.core import model
-from hetero_agent.core.model import AuditRecord, Cordon, Debt, Device, DeviceRecord, Lease, RequestRecord
+from hetero_agent.core.model import AuditRecord, Cordon, Debt, DeviceRecord, Lease, RequestRecord
 from hetero_agent.store.codec import decode, encode, reader
 from tests.store import samples
 
