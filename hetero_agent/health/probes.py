@@ -148,11 +148,16 @@ def _pci(path: str, spec: dict[str, Any], found: Found) -> dict[str, int]:
 
 
 def _config(path: str, found: Found) -> bool:
-    """Read the vendor id from the device itself; all ones are what a bus without it answers."""
+    """Read the vendor id from the device itself; all ones are what a bus without it answers.
+
+    A virtual function has all ones there by design (PCI Express Base Specification 4.0, 9.3.4.1):
+    its class and revision are read.
+    """
+    where, size = (8, 4) if os.path.lexists(f"{path}/physfn") else (0, 2)
     try:
         descriptor = os.open(f"{path}/config", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            vendor = os.read(descriptor, 2)
+            content = os.pread(descriptor, size, where)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -160,7 +165,7 @@ def _config(path: str, found: Found) -> bool:
             name = errno.errorcode[error.errno or 0]
             found.append(["failed", "its config space can't be read", {"config": name}])
         return error.errno not in _SICK
-    if vendor == b"\xff\xff":
+    if content == b"\xff" * size:
         found.append(["failed", "off the bus: its config space reads 0xffff", {"config": "0xffff"}])
         return False
     return True
