@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,8 @@ _DROP_INS = f"/run/systemd/system/{UNIT}.d"
 @pytest.fixture(scope="session")
 def base() -> Path:
     """The root file system without the product."""
+    if os.geteuid() != 0:
+        pytest.exit("the lab makes containers: run it as root", 2)
     machines.sweep()
     return image.build()
 

@@ -63,13 +63,15 @@ def test_what_still_holds_a_device_keeps_it_over_a_restart(agent: Agent, hardwar
     agent.wait_states({one.id: "idle"})
 
 
-# Each of $1 callers wants one device of $3 and asks until it is answered, always with the same request id.
+# Each of $1 callers wants one device of $2 and asks until it is answered, always with the same request id;
+# they begin in fours, each four when its file is there.
 _CALLERS = """
 name=org.heteroagent.Agent1
 for number in $(seq "$1"); do
     (
+        until test -e /run/storm.$(((number - 1) / 4)); do sleep 0.02; done
         until lease=$(busctl call $name /org/heteroagent/Agent1 $name.Manager Allocate 'ssua{sv}' \
-            "storm-$2-$number" "$3" 1 1 confirm b true 2>/dev/null)
+            "storm-$number" "$2" 1 1 confirm b true 2>/dev/null)
         do sleep 0.02; done
         echo "$number $lease" | cut -d' ' -f1,3 | tr -d '"'
     ) &
@@ -85,12 +87,12 @@ def test_killed_in_the_middle_of_grants_none_is_lost_or_given_twice(
     wanted = 16
     devices = hardware.plug(wanted)
     agent.wait_states({one.id: "idle" for one in devices})
-    with machine.start("sh", "-c", _CALLERS, "callers", str(wanted), "a", RESOURCE) as callers:
-        for _ in range(4):
-            pid = agent.pid
-            # what has been granted since the last kill says that calls are under way
-            before = len(machine.run("ls", "/run/hetero-agent").stdout)
-            assert before
+    with machine.start("sh", "-c", _CALLERS, "callers", str(wanted), RESOURCE) as callers:
+        for number in range(wanted // 4):
+            pid, have = agent.pid, len(agent.leases())
+            machine.write(f"/run/storm.{number}", "")
+            # when the first of the four was granted, the others' calls are under way
+            machine.wait(lambda have=have: len(agent.leases()) > have, 20, "another lease")
             machine.run("kill", "-KILL", str(pid))
             machine.wait(lambda pid=pid: agent.restarted_since(pid), 20, "another process")
         output, _ = callers.communicate(timeout=60)
@@ -102,7 +104,7 @@ def test_killed_in_the_middle_of_grants_none_is_lost_or_given_twice(
     granted = [path for lease in leases.values() for path in lease["Devices"]]
     assert len(set(granted)) == wanted
     agent.wait_states({one.id: "in-use" for one in devices})
-    again = {number: agent.allocate(RESOURCE, request=f"storm-a-{number}") for number in answered}
+    again = {number: agent.allocate(RESOURCE, request=f"storm-{number}") for number in answered}
     assert again == answered
     assert gaps(agent.audit()) == []
 
