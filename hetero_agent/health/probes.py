@@ -229,10 +229,13 @@ def _ras(path: str, counters: dict[str, int]) -> None:
 def _ports(path: str, found: Found) -> None:
     """Look at the ports of the RDMA devices; ``4: ACTIVE`` is the one that works
     (Documentation/ABI/stable/sysfs-class-infiniband)."""
+    # soft RoCE has no device behind it: PATH is that of the RDMA device then
+    places = {device: f"{path}/infiniband/{device}" for device in entries(f"{path}/infiniband")}
+    places = places or {path.rsplit("/", 1)[-1]: path}
     states: dict[str, str] = {}
-    for device in entries(f"{path}/infiniband"):
-        for port in entries(f"{path}/infiniband/{device}/ports"):
-            state = text(f"{path}/infiniband/{device}/ports/{port}/state")
+    for device, place in places.items():
+        for port in entries(f"{place}/ports"):
+            state = text(f"{place}/ports/{port}/state")
             if state:
                 states[f"{device}/{port}"] = state
     for port, state in states.items():
