@@ -175,7 +175,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    common = {"-h", "--help", "--json", "--bus"}
+    common = {"-h", "--help", "--json", "--bus", "--no-ask-password"}
     return {option for action in parser._actions for option in action.option_strings} - common
 
 
