@@ -28,6 +28,7 @@ from hetero_agent.core.model import (
     AGENT,
     Actor,
     AuditKind,
+    Binding,
     Device,
     Instant,
     Lease,
@@ -100,6 +101,8 @@ class Grants:
         self._limits(event)
         ahead = any(one.event.resource == event.resource for one in self._parked.values())
         choice = Choice(()) if ahead else self._choose(event.resource, event.count, event.options)
+        if event.options.confirm:
+            self._bound_enough(choice.devices, event.options.binding)
         if len(choice.devices) == event.count:
             self._prepare(event, key, choice.devices, (event.token,))
             return
@@ -144,6 +147,8 @@ class Grants:
             try:
                 self._limits(event)
                 choice = self._choose(event.resource, event.count, event.options)
+                if event.options.confirm:
+                    self._bound_enough(choice.devices, event.options.binding)
                 short = event.count - len(choice.devices)
                 if short and len(self._passing(event)) >= short and at.boot < parked.deadline:
                     held_back.add(event.resource)
@@ -399,6 +404,20 @@ class Grants:
         )
         self.end(lease, Trigger.EFFECT_FAILED, event.at, reason=event.reason, refusal=refusal)
 
+    def _bound_enough(self, devices: Iterable[str], binding: Binding) -> None:
+        """Raises Refusal if a device shares its node with others, and BINDING does not say which
+        processes are the lease's."""
+        if binding.pid is not None or binding.unit is not None:
+            return
+        for one in devices:
+            device = self.world.devices.get(one)
+            if device is not None and self.returns.sharers(device):
+                raise Refusal(
+                    ErrorKind.INVALID_ARGUMENT,
+                    f"{one} shares its node with other devices, so whoever has that open must be told "
+                    "apart: bind a pid or a unit",
+                )
+
     # -- Confirm and Release -------------------------------------------------------------------------
     def _owned(self, lease_id: str, actor: Actor, authority: str = "") -> Lease | None:
         """The lease, None for one that is over but remembered.  An administrator's AUTHORITY stands
@@ -423,7 +442,8 @@ class Grants:
         if lease is None or not lease.alive:
             result = f" ({lease.result})" if lease is not None else ""
             raise Refusal(ErrorKind.LEASE_ENDED, f"the lease has ended{result}; allocate anew")
-        binding = event.binding or lease.binding
+        before, binding = lease.binding, event.binding or lease.binding
+        self._bound_enough(lease.devices, binding)
         deadline = event.at.boot + binding.ttl if binding.ttl else 0
         lease = replace(lease, state=LeaseState.ACTIVE, confirmed=True, binding=binding, deadline=deadline)
         world.put_lease(lease)
@@ -448,6 +468,9 @@ class Grants:
         if deadline:
             world.alarm(deadline, "lease", lease.id)
         if event.binding:
+            if before.pid is None:
+                # who was taken for the lease's by its uid alone is looked at anew
+                self.returns.forget_lease(lease)
             world.effect(UnwatchOwner(lease.id))
             world.effect(WatchOwner(lease.id, binding))
         world.effect(LeaseChanged(lease.id))

@@ -158,6 +158,14 @@ class Node:
     mode: int = 0
     gid: int = 0
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells it from other nodes, whatever their paths: KIND with the number of a node, or
+        with st_dev and inode of a file."""
+        if self.kind == "file":
+            return self.kind, self.fsdev, self.inode
+        return self.kind, self.major, self.minor
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
@@ -225,12 +233,17 @@ class ConnectionRef:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a lease's life hangs on; each given part ends it.  TTL is in microseconds."""
+    """What a lease's life hangs on; each given part ends it.  TTL is in microseconds.
+
+    CGROUP is the control group of the container that the process runs in, "" for none: what else
+    runs in it is the lease's too.
+    """
 
     pid: ProcessRef | None = None
     unit: UnitRef | None = None
     connection: ConnectionRef | None = None
     ttl: int = 0
+    cgroup: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.pid or self.unit or self.connection or self.ttl)
@@ -263,6 +276,8 @@ class Holder:
     UIDS are the real, effective, saved and filesystem uid.  CGROUP is the path in the unified
     (or systemd) hierarchy, UNIT the unit it lies in, ANCESTORS the pids above it, nearest
     first.  SINCE is the boot time in microseconds at which a scan first saw it on this device.
+    SERVICE_UID is the uid of the unit's main process, -1 if it isn't known.  EVIDENCE is what
+    else shows how it uses the device (docs/reclaim.md); nothing is decided by it.
     """
 
     pid: int
@@ -276,6 +291,8 @@ class Holder:
     ancestors: tuple[int, ...] = ()
     mapped: bool = False
     since: int = 0
+    service_uid: int = -1
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ref(self) -> ProcessRef:
@@ -380,7 +397,8 @@ class Debt:
     from which a clean scan must have started, DEADLINE the boot time after which the device is
     faulty; OVERDUE is set then.  INCOMPLETE says that the last scan could not see all that
     matters.  With ON_END kill the lease's own holders are ended, with TARGETS (Reap) the named
-    ones.  NODES are the own nodes to look for, even if the record has none any more.
+    ones.  NODES are the own nodes to look for, even if the record has none any more.  KIN are
+    processes that were seen to be the lease's.
     """
 
     device: str
@@ -394,6 +412,7 @@ class Debt:
     targets: tuple[ProcessRef, ...] = ()
     nodes: tuple[Node, ...] = ()
     binding: Binding = field(default_factory=Binding)
+    kin: tuple[ProcessRef, ...] = ()
 
 
 class AuditKind(StrEnum):
@@ -472,7 +491,8 @@ class Device:
     holders outside any lease, OCCUPIED says that they were there twice.  OPINIONS are what HEALTH
     is made of; CONFIRMING says that it is suspect by a first sign only, TOLD that its users heard
     of a fault that is not over.  HEALTH_BEFORE is what the provider had said before it went.  COUNT
-    is how often it was granted.
+    is how often it was granted.  SYSTEM are holders that the system itself keeps, and that don't
+    count.  FORMER are own nodes that it had and lost while the present lease has it.
     """
 
     record: DeviceRecord
@@ -499,6 +519,8 @@ class Device:
     holders: tuple[Holder, ...] = ()
     uninspected: bool = False
     count: int = 0
+    system: tuple[Holder, ...] = ()
+    former: tuple[Node, ...] = ()
 
     @property
     def id(self) -> str:

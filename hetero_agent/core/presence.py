@@ -50,6 +50,9 @@ from hetero_agent.core.verdict import SEVERITY, combine
 from hetero_agent.core.world import World, in_hands
 from hetero_agent.text import printable
 
+#: Own nodes of a device under other numbers that are still looked for.
+_MOST_FORMER = 64
+
 
 @dataclass(frozen=True, slots=True)
 class _CordonWait:
@@ -144,7 +147,16 @@ class Presence:
         if _other_nodes(record, old):
             world.effect(WatchNodes(record.id, record))
             # a node under a new number: nobody has looked at it yet
-            device = replace(device, scanned=False, appeared=at.boot, last_open=at.boot)
+            device = replace(
+                device,
+                scanned=False,
+                appeared=at.boot,
+                last_open=at.boot,
+                former=_former(device, device.former, old) if in_hands(device) else (),
+            )
+            debt = world.debts.get(record.id)
+            if debt is not None:
+                world.put_debt(replace(debt, nodes=_former(device, debt.nodes, old)))
             world.effect(RequestScan((record.id,)))
         if in_hands(device):
             world.put_device(device)
@@ -492,6 +504,17 @@ def evidence_fields(evidence: Mapping[str, str]) -> dict[str, str]:
 
 def _trigger(device: Device) -> Trigger:
     return Trigger.UNHEALTHY if device.health is Health.UNHEALTHY else Trigger.HEALTHY
+
+
+def _former(device: Device, before: tuple[Node, ...], old: DeviceRecord) -> tuple[Node, ...]:
+    """The nodes of a device, BEFORE and of the OLD record, that somebody may still have open though
+    it has others now.  If a lease has it, nothing of it was left in between: what was open before
+    that is not this device any more."""
+    if device.state is State.LOST or (in_hands(device) and device.record.obstacle is not Obstacle.NONE):
+        return ()
+    here = {node.key for node in device.record.own_nodes}
+    known = {node.key: node for node in (*before, *old.own_nodes)}
+    return tuple(node for key, node in known.items() if key not in here)[-_MOST_FORMER:]
 
 
 def _other_nodes(record: DeviceRecord, old: DeviceRecord) -> bool:

@@ -34,16 +34,20 @@ from hetero_agent.core.model import (
     RequestKey,
     State,
 )
-from hetero_agent.core.rights import belongs, is_system, may_reap, may_signal
+from hetero_agent.core.rights import belongs, bound_to, is_system, may_reap, may_signal
 from hetero_agent.core.world import World, in_hands
 from hetero_agent.text import printable
 
-#: Boot µs until a device is looked at again: while it is owed, while a stranger has it, after
-#: an open that a scan did not cover, and after an open of a leased device.
+#: Boot µs until a device is looked at again: while it is owed, and once that is overdue, while a
+#: stranger has it, after an open that a scan did not cover, and after an open of a leased device.
 _OWED_AGAIN = 1_000_000
+_OVERDUE_AGAIN = 5_000_000
 _OCCUPIED_AGAIN = 5_000_000
 _DIRTY_AGAIN = 200_000
 _INTRUDER_AGAIN = 2_000_000
+
+#: Processes of an ended lease that are remembered over a restart.
+_MOST_KIN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,14 @@ class Returns:
                 since=at.boot,
                 deadline=at.boot + world.settings.reclaim_deadline,
                 on_end=OnEnd.KILL if kill else OnEnd.WAIT,
-                nodes=device.record.own_nodes,
+                nodes=(*device.record.own_nodes, *device.former),
                 binding=lease.binding if lease else Binding(),
+                kin=self._lasting_kin(lease) if lease and kill else (),
             )
         )
         world.keep_record(device)
         world.move(
-            replace(device, suspected=(), occupied=False),
+            replace(device, suspected=(), occupied=False, former=()),
             trigger,
             at,
             reason=reason,
@@ -122,21 +127,42 @@ class Returns:
         """The processes that were seen to be the lease's, on any of its devices."""
         return frozenset[ProcessRef]().union(*(self._known.get((lease.id, one), ()) for one in lease.devices))
 
+    def _lasting_kin(self, lease: Lease) -> tuple[ProcessRef, ...]:
+        """Those of them that are still to be known as the lease's if the agent dies: only of a root
+        lease, the processes of others are known by their uid."""
+        if lease.uid != 0:
+            return ()
+        return tuple(sorted(self._kin(lease), key=lambda one: (one.start, one.pid))[:_MOST_KIN])
+
     def nodes_of(self, device: Device) -> tuple[Node, ...]:
-        """The nodes that a scan looks for: those of the record, and while the device is owed also
-        those that its last lease had under other numbers, unless another device has these now."""
+        """The nodes that a scan looks for: those of the record, and those under other numbers that
+        its last lease had, or that its present one has had, unless another device has these now."""
         own = device.record.own_nodes
         debt = self.world.debts.get(device.id)
-        before = [node for node in debt.nodes if node not in own] if debt is not None else []
+        here = {node.key for node in own}
+        former = device.former if debt is None else debt.nodes
+        before = [node for node in former if node.key not in here]
         if not before:
             return own
         taken = {
-            _number(node)
+            node.key
             for other in self.world.devices.values()
             if other.id != device.id
             for node in other.record.own_nodes
         }
-        return (*own, *(node for node in before if _number(node) not in taken))
+        return (*own, *(node for node in before if node.key not in taken))
+
+    def role_of(self, device: Device, holder: Holder) -> str:
+        """What a holder of a device counts as: ``lease`` (the lease's that has it), ``leftover``
+        (still there after the lease's end), ``intruder``, ``outsider`` (on a device that no lease
+        has), or ``system`` (kept by the system, and ignored)."""
+        if is_system(holder, self.world.settings.system_holders):
+            return "system"
+        lease = self.world.leases.get(device.lease)
+        if in_hands(device) and lease is not None:
+            return "lease" if belongs(holder, lease, self._kin(lease)) else "intruder"
+        debt = self.world.debts.get(device.id)
+        return "leftover" if debt is not None and debt.lease else "outsider"
 
     def _look_again(self, device_id: str, boot: int) -> None:
         self.world.alarm(boot, "check", device_id)
@@ -200,19 +226,19 @@ class Returns:
             self.world.move(device, Trigger.SCANNED, event.at)
             self._look_again(device.id, event.at.boot + _OWED_AGAIN)
 
-    def _outsiders(self, device: Device, scan: DeviceScan) -> tuple[Holder, ...]:
-        """The holders that count: not the system's own, not another live lease's on a shared
-        node; a holder of no live lease counts for the lease that ended last on that node."""
+    def _sort(self, device: Device, scan: DeviceScan) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
+        """Return the holders that count, and those that the system itself keeps."""
         units = self.world.settings.system_holders
-        since = {holder.ref: holder.since for holder in device.holders}
-        found = tuple(
-            replace(holder, since=since.get(holder.ref, holder.since))
-            for holder in scan.holders
-            if not is_system(holder, units)
-        )
-        if not found:
-            return ()
-        sharers = self._sharers(device)
+        since = {holder.ref: holder.since for holder in (*device.holders, *device.system)}
+        seen = [replace(holder, since=since.get(holder.ref, holder.since)) for holder in scan.holders]
+        system = tuple(holder for holder in seen if is_system(holder, units))
+        found = tuple(holder for holder in seen if holder not in system)
+        return self._outsiders(device, found) if found else (), system
+
+    def _outsiders(self, device: Device, found: tuple[Holder, ...]) -> tuple[Holder, ...]:
+        """Those of FOUND that count: not another live lease's on a shared node; a holder of no live
+        lease counts for the lease that ended last on that node."""
+        sharers = self.sharers(device)
         if not sharers:
             return found
         leases = [
@@ -229,16 +255,16 @@ class Returns:
         )
         return () if last > (mine.since if mine else -1) else found
 
-    def _sharers(self, device: Device) -> list[Device]:
+    def sharers(self, device: Device) -> list[Device]:
         """Other devices of the same card that have one of its own nodes too."""
         if not device.record.parent:
             return []
-        own = {_number(node) for node in device.record.own_nodes}
+        own = {node.key for node in device.record.own_nodes}
         return [
             other
             for one in self.world.relatives(device.record.parent)
             if one != device.id and (other := self.world.devices.get(one)) is not None
-            if any(_number(node) in own for node in other.record.own_nodes)
+            if any(node.key in own for node in other.record.own_nodes)
         ]
 
     def _incomplete(self, device: Device, scan: DeviceScan) -> bool:
@@ -263,7 +289,7 @@ class Returns:
         """Returns the lease whose device this proves clean ("" for none), None if not proven."""
         world = self.world
         debt = world.debts[device.id]
-        holders = self._outsiders(device, scan)
+        holders, system = self._sort(device, scan)
         incomplete = self._incomplete(device, scan)
         if event.started <= debt.since and not holders:
             world.effect(RequestScan((device.id,)))
@@ -274,14 +300,16 @@ class Returns:
         if holders or incomplete:
             if incomplete != debt.incomplete:
                 world.put_debt(replace(debt, incomplete=incomplete))
-            device = replace(device, holders=holders or device.holders, uninspected=incomplete)
+            device = replace(device, holders=holders or device.holders, system=system, uninspected=incomplete)
             world.move(device, Trigger.SCANNED, event.at)
             self._end_holders(device, world.debts[device.id], holders, event.at)
-            self._look_again(device.id, event.at.boot + _OWED_AGAIN)
+            self._look_again(device.id, event.at.boot + (_OVERDUE_AGAIN if debt.overdue else _OWED_AGAIN))
             return None
         world.drop_debt(device.id)
         self.forget_device(device.id)
-        device = replace(device, scanned=True, last_clean=event.started, holders=(), uninspected=False)
+        device = replace(
+            device, scanned=True, last_clean=event.started, holders=(), system=system, uninspected=False
+        )
         world.move(device, Trigger.RETURN_PROVEN, event.at, lease="")
         return debt.lease
 
@@ -290,7 +318,8 @@ class Returns:
         if event.started <= device.appeared:
             world.effect(RequestScan((device.id,)))
             return
-        holders = self._outsiders(device, scan)
+        holders, system = self._sort(device, scan)
+        device = replace(device, system=system)
         incomplete = self._incomplete(device, scan)
         if not holders and (incomplete or event.started <= device.last_open):
             # nothing is proven: neither that somebody has it nor that nobody has
@@ -362,8 +391,8 @@ class Returns:
         world.assign(self._strangers, entry, frozenset(holder.ref for holder in strangers))
         since = {holder.ref: holder.since for holder in device.holders}
         holders = tuple(replace(one, since=since.get(one.ref, one.since)) for one in scan.holders)
-        if [one.ref for one in holders] != [one.ref for one in device.holders]:
-            world.put_device(replace(device, holders=holders))
+        if holders != device.holders or device.system:
+            world.put_device(replace(device, holders=holders, system=()))
         for holder in strangers:
             if holder.ref in told:
                 continue
@@ -387,12 +416,12 @@ class Returns:
     def _end_holders(self, device: Device, debt: Debt, holders: tuple[Holder, ...], at: Instant) -> None:
         """One step for each holder that may be ended."""
         lease = self.world.leases.get(debt.lease)
-        kin = self._kin(lease) if lease is not None else frozenset()
+        kin = self._kin(lease).union(debt.kin) if lease is not None else debt.kin
         for holder in holders:
             if holder.ref in debt.targets:
                 refused, uid = may_reap(holder, debt.uid if debt.lease else None), None
             elif debt.on_end is OnEnd.KILL:
-                own = lease is not None and belongs(holder, lease, kin)
+                own = bound_to(holder, debt.binding, kin)
                 refused = may_signal(holder, debt.uid, own)
                 uid = debt.uid if debt.uid > 0 else None
             else:
@@ -565,11 +594,6 @@ class Returns:
             or not device.scanned
         ):
             self.world.effect(RequestScan((device_id,)))
-
-
-def _number(node: Node) -> tuple[str, int, int, int, int]:
-    """What makes two nodes the same one: kind and numbers, not path or mode."""
-    return node.kind, node.major, node.minor, node.fsdev, node.inode
 
 
 def _name(holder: Holder) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hetero_agent.core.model import Holder, Lease, ProcessRef
+from hetero_agent.core.containers import within
+from hetero_agent.core.model import Binding, Holder, Lease, ProcessRef
 from hetero_agent.core.ports import ProcessFacts
 
 
@@ -27,43 +28,55 @@ def may_bind_unit(actor_uid: int, caller_unit: str, unit: str) -> str:
     return "only root may bind a unit that the caller does not run in"
 
 
+def bound_to(holder: Holder, binding: Binding, known: Collection[ProcessRef]) -> bool:
+    """Tell whether HOLDER is in the process tree, the container or the unit of BINDING.  KNOWN are
+    processes that were seen in its tree before (a daemon's parent may have gone since)."""
+    if binding.unit is not None and holder.unit == binding.unit.name:
+        return True
+    if binding.cgroup and within(holder.cgroup, binding.cgroup):
+        return True
+    if binding.pid is None:
+        return False
+    return (
+        holder.ref == binding.pid
+        or binding.pid.pid in holder.ancestors
+        or holder.ref in known
+        or any(ref.pid in holder.ancestors for ref in known)
+    )
+
+
 def belongs(holder: Holder, lease: Lease, known: Collection[ProcessRef]) -> bool:
-    """Tell whether HOLDER is the lease's: in its process tree, unit, or, when it is bound to
-    neither, of its uid.  KNOWN are processes that were seen in its tree before (a daemon's
-    parent may have gone since)."""
+    """Tell whether HOLDER is the lease's: `bound_to` its binding, or of its uid if that names no
+    processes; never one that has nothing of a user's uid."""
     if lease.uid != 0 and lease.uid not in holder.uids:
         return False
     binding = lease.binding
-    if binding.unit is not None and holder.unit == binding.unit.name:
-        return True
-    if binding.pid is not None:
-        bound = binding.pid
-        return (
-            holder.ref == bound
-            or bound.pid in holder.ancestors
-            or holder.ref in known
-            or any(ref.pid in holder.ancestors for ref in known)
-        )
-    if binding.unit is not None:
-        return False
-    return lease.uid in holder.uids
+    if binding.pid is None and binding.unit is None:
+        return lease.uid in holder.uids
+    return bound_to(holder, binding, known)
 
 
 def is_system(holder: Holder, units: Collection[str]) -> bool:
-    """Tell whether the system itself keeps HOLDER: its cgroup is the unit's in system.slice.
+    """Tell whether the system itself keeps HOLDER: its cgroup is that of one of UNITS in
+    system.slice, and it runs as root or as the unit's main process does.
 
     Only the service manager places processes there, so the cgroup is proof where the path of
-    an executable would be none.
+    an executable would be none; but a service may run the programs of others (as cron does), which
+    have their uids.
     """
-    return holder.unit in units and holder.cgroup.startswith("/system.slice/")
+    return (
+        holder.unit in units
+        and holder.cgroup.startswith("/system.slice/")
+        and {0, holder.service_uid}.issuperset(holder.uids)
+    )
 
 
 def may_signal(holder: Holder, lease_uid: int, own_kin: bool) -> str:
     """Return "" if HOLDER may be ended for a lease of LEASE_UID, else the reason why not.
 
-    OWN_KIN says that it lies in the lease's tree, cgroup or unit, which is what a root lease
-    goes by.  The edge checks again, at the moment of the signal, that it still is that process
-    and still holds the device, and spares pid 1, kernel threads, the agent and its bus.
+    OWN_KIN says that it is `bound_to` the lease's binding, which is what a root lease goes by.
+    The edge checks again, at the moment of the signal, that it still is that process and still
+    holds the device, and spares pid 1, kernel threads, the agent and its bus.
     """
     if holder.pid <= 1:
         return "pid 1 is never ended"

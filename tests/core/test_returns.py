@@ -100,6 +100,20 @@ def test_it_is_looked_at_every_second_while_owed() -> None:
         assert host.scans() == ["d"]
 
 
+def test_it_is_looked_at_less_often_once_it_is_overdue() -> None:
+    """A holder in the kernel's hands may stay for days."""
+    host = host_with()
+    host.release(host.use().id)
+    host.scan({"d": [holder(42)]})
+    host.ticks(60 * SECOND)
+    host.scan({"d": [holder(42)]})
+    host.outcome.effects.clear()
+    host.ticks(4 * SECOND)
+    assert host.scans() == []
+    host.ticks(SECOND)
+    assert host.scans() == ["d"]
+
+
 def test_a_close_has_it_looked_at() -> None:
     host = host_with()
     host.release(host.use().id)
@@ -292,11 +306,51 @@ def test_what_the_system_keeps_is_known_by_its_unit() -> None:
     host.release(host.use().id)
     host.scan({"d": [system]})
     assert host.state("d") == "idle"
+    assert (host.device("d").holders, host.device("d").system) == ((), (system,))
+    assert host.governor.returns.role_of(host.device("d"), system) == "system"
     forged = holder(10, unit=unit, cgroup=f"/user.slice/user-1000.slice/{unit}")
     host.scan({"d": [forged]})
     host.ticks(3 * SECOND)
     host.scan({"d": [forged]})
     assert host.state("d") == "occupied"
+
+
+@pytest.mark.parametrize(
+    ("uid", "service_uid", "free"), [(999, 999, True), (1000, 999, False), (999, -1, False)]
+)
+def test_what_a_system_unit_runs_for_others_is_not_the_systems(uid: int, service_uid: int, free: bool) -> None:
+    """The uid is root's or that of the unit's main process: cron's jobs are their users'."""
+    unit = "nvidia-persistenced.service"
+    host = host_with(system_holders=(unit,))
+    one = holder(9, uid=uid, unit=unit, cgroup=f"/system.slice/{unit}", service_uid=service_uid)
+    for _ in range(2):
+        host.scan({"d": [one]})
+        host.ticks(3 * SECOND)
+    assert host.state("d") == ("idle" if free else "occupied")
+
+
+def test_the_system_is_neither_intruder_nor_ended() -> None:
+    unit = "nvidia-persistenced.service"
+    host = host_with(system_holders=(unit,))
+    system = holder(9, uid=0, unit=unit, cgroup=f"/system.slice/{unit}")
+    lease = host.use(uid=0, on_end=OnEnd.KILL, binding=Binding(pid=OWNER))
+    host.scan({"d": [system, holder(42, uid=0)]})
+    assert host.of(ConflictSeen) == []
+    host.release(lease.id, uid=0)
+    host.scan({"d": [system]})
+    assert terms(host) == []
+    assert host.state("d") == "idle"
+
+
+def test_what_a_holder_counts_as() -> None:
+    host = host_with()
+    role = host.governor.returns.role_of
+    assert role(host.device("d"), holder(9)) == "outsider"
+    lease = host.use(binding=Binding(pid=OWNER))
+    assert role(host.device("d"), holder(42)) == "lease"
+    assert role(host.device("d"), holder(9)) == "intruder"
+    host.release(lease.id)
+    assert role(host.device("d"), holder(42)) == "leftover"
 
 
 def test_an_intruder_is_told_once_while_it_stays() -> None:
@@ -347,6 +401,21 @@ def test_a_holder_on_a_shared_node_is_the_live_leases() -> None:
     assert host.states() == {"c": "idle", "s1": "reclaiming", "s2": "in-use"}
     host.scan({"s1": [holder(20)], "s2": [holder(20)]})
     assert host.state("s1") == "idle"
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+def test_shares_of_a_node_need_to_know_whose_processes_are_whose(confirm: bool) -> None:
+    host = shares()
+    token = host.ask("v/s", confirm=confirm)
+    if not confirm:
+        lease = host.preparing().id
+        host.prepared(lease)
+        token = host.confirm(lease)
+    answer = host.answer(token)
+    assert isinstance(answer, Refuse)
+    assert answer.error is ErrorKind.INVALID_ARGUMENT
+    assert "bind a pid or a unit" in answer.text
+    assert host.state("s1") == ("idle" if confirm else "allocating")
 
 
 def test_a_holder_of_no_live_lease_keeps_the_one_that_ended_last() -> None:
@@ -431,6 +500,50 @@ def test_only_what_is_wholly_the_leases_is_signalled(one: Holder, refused: str) 
     assert [refused in record.reason for record in host.audits(AuditKind.SIGNALLED)] == [True]
     host.scan({"d": [one]})
     assert host.audits(AuditKind.SIGNALLED) == []
+
+
+def test_an_unbound_lease_of_root_ends_nobody() -> None:
+    """Nothing tells its processes from root's others."""
+    host = host_with()
+    host.release(host.use(uid=0, on_end=OnEnd.KILL).id, uid=0)
+    host.scan({"d": [holder(7, uid=0)]})
+    assert terms(host) == []
+    assert ["tree or unit" in one.reason for one in host.audits(AuditKind.SIGNALLED)] == [True]
+
+
+def test_a_later_binding_is_not_blurred_by_an_earlier_guess() -> None:
+    """Unbound, all of its uid are the lease's; once a process is bound, only those in its tree."""
+    host = host_with()
+    lease = host.use()
+    host.scan({"d": [holder(7)]})
+    assert host.of(ConflictSeen) == []
+    host.confirm(lease.id, Binding(pid=OWNER))
+    host.scan({"d": [holder(7), holder(42)]})
+    assert [one.kind for one in host.of(ConflictSeen)] == ["intruder"]
+
+
+def test_roots_processes_are_known_over_a_restart() -> None:
+    host = host_with()
+    lease = host.use(uid=0, on_end=OnEnd.KILL, binding=Binding(pid=OWNER))
+    host.scan({"d": [holder(44, uid=0, ancestors=(42,))]})
+    host.do(OwnerGone(host.later(), lease.id, "pid"))
+    host.restart()
+    host.observe(card("d", 1), complete=True)
+    host.scan({"d": [holder(44, uid=0, ancestors=(1,)), holder(45, uid=0)]})
+    assert terms(host) == [(44, "TERM", None)]
+
+
+@pytest.mark.parametrize(("cgroup", "mine"), [("/docker/c1/deeper", True), ("/docker/c10", False)])
+def test_what_runs_in_the_bound_container_is_the_leases(cgroup: str, mine: bool) -> None:
+    """What docker exec starts is no child of the container's first process."""
+    host = host_with()
+    lease = host.use(uid=0, on_end=OnEnd.KILL, binding=Binding(pid=OWNER, cgroup="/docker/c1"))
+    other = holder(77, uid=0, cgroup=cgroup, ancestors=(1,))
+    host.scan({"d": [other]})
+    assert len(host.of(ConflictSeen)) == (not mine)
+    host.release(lease.id, uid=0)
+    host.scan({"d": [other]})
+    assert terms(host) == ([(77, "TERM", None)] if mine else [])
 
 
 def test_roots_lease_ends_what_is_in_its_tree_only() -> None:
@@ -570,6 +683,35 @@ def test_a_busy_stranger_does_not_grow_what_is_kept() -> None:
         host.scan({"d": [holder(pid, uid=1001), holder(pid + 5000, ancestors=(42,))]})
     assert host.governor.returns._strangers == {(lease.id, "d"): {ProcessRef(1199, 1)}}
     assert host.governor.returns._known == {(lease.id, "d"): {ProcessRef(6199, 1)}}
+
+
+def test_the_nodes_that_a_leased_device_had_are_looked_for_after_it() -> None:
+    """A provider makes the file anew: the lease's process still has the old one."""
+    host = host_with()
+    lease = host.use()
+    host.observe(card("d", 2))
+    assert [one.minor for one in host.governor.returns.nodes_of(host.device("d"))] == [2, 1]
+    host.release(lease.id)
+    assert [one.minor for one in host.governor.returns.nodes_of(host.device("d"))] == [2, 1]
+    host.observe(card("d", 3))
+    assert [one.minor for one in host.governor.returns.nodes_of(host.device("d"))] == [3, 2, 1]
+    host.observe(card("e", 1))
+    assert [one.minor for one in host.governor.returns.nodes_of(host.device("d"))] == [3, 2]
+    host.scan()
+    assert [one.minor for one in host.governor.returns.nodes_of(host.device("d"))] == [3]
+
+
+def test_the_nodes_of_a_device_that_was_away_are_not() -> None:
+    """Who has the old one open has a device that is no more."""
+    host = host_with()
+    lease = host.use()
+    host.observe(gone=("d",))
+    host.observe(card("d", 2))
+    assert host.state("d") == "reclaiming"
+    assert [one.minor for one in host.governor.returns.nodes_of(host.device("d"))] == [2]
+    host.scan()
+    assert host.state("d") == "idle"
+    host.release(lease.id)
 
 
 def test_the_nodes_of_a_device_that_lost_them_are_still_looked_for() -> None:
