@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import logging
 import zlib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from hetero_agent.config import HealthTable
@@ -68,6 +68,7 @@ class Rounds:
         self._yard = Yard(MOST_HUNG)
         self._host = Host(start, self._stall, "probe worker", self._yard)
         self._spare: list[Host] = []
+        self._lent: set[Host] = set()
         self._lanes = asyncio.Semaphore(MOST_HUNG - 1)
         self._agenda: list[tuple[float, str]] = []
         self._queue: dict[str, None] = {}
@@ -101,7 +102,7 @@ class Rounds:
     @property
     def pids(self) -> set[int]:
         """The workers, blocked ones too."""
-        return self._host.pids.union(*(host.pids for host in self._spare))
+        return self._host.pids.union(*(host.pids for host in (*self._spare, *self._lent)))
 
     # -- the agenda ---------------------------------------------------------------------------------
     def soon(self, patient: Patient, seconds: float = 0.0) -> None:
@@ -204,7 +205,7 @@ class Rounds:
         culprits: list[Patient] = []
         request = {"probe": [patient.spec for patient in batch]}
         try:
-            answer = await self._host.ask(request, lambda: self._came_back(culprits))
+            answer = await self._host.ask(request, lambda: self._came_back(culprits, 0.0))
         except StuckError as stuck:
             self._blame(batch, stuck.item, culprits)
         except LostError as lost:
@@ -243,12 +244,12 @@ class Rounds:
         self._done(results)
         await asyncio.sleep(_AFTER_LOSS)
 
-    def _came_back(self, patients: Iterable[Patient]) -> None:
+    def _came_back(self, patients: Sequence[Patient], seconds: float) -> None:
         """The worker that looked at these has ended: the kernel let go of it."""
         for patient in patients:
             patient.blocked = False
-            if self._roster.get(patient.id) is patient and patient.pause:
-                self.soon(patient, self._table.confirm)
+            if self._roster.get(patient.id) is patient:
+                self.soon(patient, seconds)
 
     # -- one alone ----------------------------------------------------------------------------------
     async def _look_alone(self, patient: Patient) -> None:
@@ -261,14 +262,13 @@ class Rounds:
         if len(self._yard) >= self._yard.most - 1:
             return Finding(Grade.UNKNOWN, f"not probed: {len(self._yard)} probe workers are blocked")
         loop = asyncio.get_running_loop()
-        host = (
-            self._spare.pop()
-            if self._spare
-            else Host(self._start, self._table.deadline, "probe worker", self._yard)
-        )
+        host = self._spare.pop() if self._spare else self._another()
+        self._lent.add(host)
         begun = loop.time()
         try:
-            answer = await host.ask({"probe": [patient.spec]}, lambda: self._came_back([patient]))
+            answer = await host.ask(
+                {"probe": [patient.spec]}, lambda: self._came_back([patient], self._table.confirm)
+            )
         except StuckError as stuck:
             if not stuck.item:
                 return Finding(Grade.UNKNOWN, "not probed: the worker was held up")
@@ -277,6 +277,7 @@ class Rounds:
         except LostError as lost:
             return Finding(Grade.UNKNOWN, f"not probed: {lost}")
         finally:
+            self._lent.discard(host)
             if len(self._spare) < _SPARE and not self._stopped:
                 self._spare.append(host)
             else:
@@ -286,6 +287,9 @@ class Rounds:
         patient.alone = patient.prompt < _PROMPT
         found: dict[str, Any] = answer["found"][0]
         return found
+
+    def _another(self) -> Host:
+        return Host(self._start, self._table.deadline, "probe worker", self._yard)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work, name="health-alone")

@@ -26,6 +26,7 @@ from tests.holders.holding import (
     record,
     with_rig,
 )
+from tests.support.freezer import Freezer, freezing
 from tests.support.wait import wait_until, wait_until_async
 
 _HOOKED = """
@@ -258,29 +259,13 @@ def test_without_a_worker_the_scan_is_said_to_have_failed(
 
 
 @pytest.fixture
-def freezer() -> Iterator[Path]:
-    """A cgroup whose processes can be frozen so that not even SIGKILL ends them."""
-    top = Path(f"/tmp/hetero-agent-freezer-{os.getpid()}")
-    top.mkdir()
-    try:
-        done = subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "none", str(top)], check=False)
-        if done.returncode:
-            pytest.skip("no cgroup v1 freezer can be mounted here")
-        try:
-            group = top / f"hetero-agent-test-{os.getpid()}"
-            group.mkdir()
-            yield group
-            (group / "freezer.state").write_text("THAWED")
-            wait_until(lambda: not (group / "cgroup.procs").read_text(), what="an empty cgroup")
-            group.rmdir()
-        finally:
-            subprocess.run(["umount", str(top)], check=True)
-    finally:
-        top.rmdir()
+def freezer() -> Iterator[Freezer]:
+    with freezing() as one:
+        yield one
 
 
 def test_workers_that_not_even_a_kill_ends_are_bounded(
-    tmp_path: Path, freezer: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, freezer: Freezer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "MOST_ABANDONED", 2)
     node = file_node(tmp_path / "a")
@@ -290,9 +275,7 @@ def test_workers_that_not_even_a_kill_ends_are_bounded(
         for count in (1, 2):
             await rig.scan(a=(node,))
             (worker,) = set(rig.edge.stats()["workers"]) - set(frozen)
-            (freezer / "cgroup.procs").write_text(str(worker))
-            (freezer / "freezer.state").write_text("FROZEN")
-            wait_until(lambda: (freezer / "freezer.state").read_text() == "FROZEN\n", what="frozen")
+            freezer.freeze(worker)
             frozen.append(worker)
             if count == 1:
                 assert (await rig.scan(a=(node,))).failed == ""
@@ -301,7 +284,7 @@ def test_workers_that_not_even_a_kill_ends_are_bounded(
         assert scanned.failed == "2 scan workers are blocked in the kernel"
         assert rig.edge.stats()["workers"] == sorted(frozen)
         # when the kernel lets go, all is well again
-        (freezer / "freezer.state").write_text("THAWED")
+        freezer.thaw()
         await wait_until_async(lambda: rig.edge.stats()["abandoned"] == 0, what="the workers' end")
         assert (await rig.scan(a=(node,))).failed == ""
 
