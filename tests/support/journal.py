@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.kmsg import PrivateKmsg
 from tests.support.namespace import mount
 from tests.support.wait import wait_until
 
 _JOURNALS = "/run/log/journal"
-_CONFIG = "[Journal]\nStorage=volatile\nReadKMsg=no\nRateLimitIntervalSec=0\nAudit=no\n"
+_CONFIG = "[Journal]\nStorage=volatile\nReadKMsg={}\nRateLimitIntervalSec=0\nAudit=no\n"
 
 
 @contextmanager
-def journald(start: bool = True) -> Iterator[Journald]:
-    """An empty /run with a journald in it, started at once or by `Journald.start`."""
+def journald(start: bool = True, kmsg: bool = False) -> Iterator[Journald]:
+    """An empty /run with a journald in it, started at once or by `Journald.start`.  KMSG: it reads
+    the kernel's messages too, from a /dev/kmsg of its own (`Journald.kernel`)."""
     mount("-t", "tmpfs", "tmpfs", "/run")
     Path("/run/systemd/journal").mkdir(parents=True)
     Path(_JOURNALS).mkdir(parents=True)
     config = Path("/run/journald.conf")
-    config.write_text(_CONFIG)
+    config.write_text(_CONFIG.format("yes" if kmsg else "no"))
     mount("--bind", str(config), "/etc/systemd/journald.conf")
     one = Journald()
+    if kmsg:
+        one.kernel = PrivateKmsg()
     if start:
         one.start()
     try:
@@ -36,6 +41,8 @@ def journald(start: bool = True) -> Iterator[Journald]:
 
 class Journald:
     """The process, and what is in its journal."""
+
+    kernel: PrivateKmsg
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -52,6 +59,13 @@ class Journald:
             self.process.wait(10)
             self.process = None
             Path("/run/systemd/journal/socket").unlink(missing_ok=True)
+
+    def rotate(self) -> None:
+        """Have it begin a new file."""
+        before = set(Path(_JOURNALS).rglob("*.journal"))
+        assert self.process is not None
+        self.process.send_signal(signal.SIGUSR2)
+        wait_until(lambda: set(Path(_JOURNALS).rglob("*.journal")) - before, what="another file")
 
     def entries(self, *matches: str) -> list[dict[str, Any]]:
         """The entries that MATCHES (FIELD=value) select, oldest first, as journalctl gives them."""
