@@ -1,4 +1,4 @@
-"""The little of org.freedesktop.systemd1 (org.freedesktop.systemd1(5)) that units are watched by,
+"""The little of org.freedesktop.systemd1(5) and org.freedesktop.login1(5) that the agent listens to,
 on a private bus: this machine's PID 1 is no systemd."""
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from tests.support.bus import PrivateBus
 
 NAME = "org.freedesktop.systemd1"
 PATH = "/org/freedesktop/systemd1"
+LOGIND = "org.freedesktop.login1"
 PROPERTIES = "org.freedesktop.DBus.Properties"
 
 #: What the bus must allow for it.
 POLICY = f"""
-<policy user="root"><allow own="{NAME}"/></policy>
+<policy user="root"><allow own="{NAME}"/><allow own="{LOGIND}"/></policy>
 <policy context="default"><allow send_destination="{NAME}"/></policy>
 """
 
@@ -41,6 +42,7 @@ class FakeSystemd:
         self._bus = await MessageBus(bus_address=bus.address).connect()
         self._bus.add_message_handler(self._handle)
         await self._bus.request_name(NAME)
+        await self._bus.request_name(LOGIND)
 
     def _handle(self, message: Message) -> Message | bool:
         if message.message_type is not MessageType.METHOD_CALL or self.mute:
@@ -74,14 +76,25 @@ class FakeSystemd:
         self.units[name] = (state, invocation)
         changed = {"ActiveState": Variant("s", state)}
         body = [NAME + ".Unit", changed, []]
-        self._signal(Message.new_signal(self.path(name), PROPERTIES, "PropertiesChanged", "sa{sv}as", body))
+        self.send(Message.new_signal(self.path(name), PROPERTIES, "PropertiesChanged", "sa{sv}as", body))
 
     def remove(self, name: str) -> None:
         """Unload a unit, with UnitRemoved only."""
         del self.units[name]
-        self._signal(Message.new_signal(PATH, NAME + ".Manager", "UnitRemoved", "so", [name, self.path(name)]))
+        self.send(Message.new_signal(PATH, NAME + ".Manager", "UnitRemoved", "so", [name, self.path(name)]))
 
-    def _signal(self, message: Message) -> None:
+    def reloading(self, begins: bool) -> None:
+        """Read all units again (daemon-reload): told when it begins and when it ends."""
+        self.send(Message.new_signal(PATH, NAME + ".Manager", "Reloading", "b", [begins]))
+
+    def prepare_for_sleep(self, begins: bool) -> None:
+        """As logind: the machine is about to sleep, or woke up."""
+        interface = LOGIND + ".Manager"
+        path = "/org/freedesktop/login1"
+        self.send(Message.new_signal(path, interface, "PrepareForSleep", "b", [begins]))
+
+    def send(self, message: Message) -> None:
+        """Send any message."""
         self._do(lambda: self._bus.send(message))
 
     def _do(self, what: Callable[[], Any]) -> None:
