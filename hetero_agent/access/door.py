@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import grp
 import logging
 import os
@@ -32,6 +33,9 @@ _FORMATS: Final = {"char": stat.S_IFCHR, "block": stat.S_IFBLK, "file": stat.S_I
 
 T = TypeVar("T")
 
+#: Host, container, options.
+Mount = tuple[str, str, str]
+
 
 class Door:
     """What the engine knows as `Access`.
@@ -55,21 +59,20 @@ class Door:
             ordered = [known[device] for device in lease.devices]
         except KeyError as error:
             raise AccessError(f"device {printable(error.args[0])} has no record any more") from error
-        mounts = [mount[0] for record in ordered for mount in record.mounts]
+        mounts = any(record.mounts or record.optional_mounts for record in ordered)
 
-        def look() -> dict[str, list[Node]]:
-            for source in mounts:
-                _check_mount(source)
-            return {
+        def look() -> tuple[list[Mount], dict[str, list[Node]]]:
+            found = [mount for record in ordered for mount in mounts_of(record)]
+            return found, {
                 record.id: [check_node(node, bool(record.path)) for node in record.nodes] for record in ordered
             }
 
         if not mounts and all(self._immediate(node) for record in ordered for node in record.nodes):
-            nodes = look()
+            existing, nodes = look()
         else:
-            nodes = await _in_thread(look, "the nodes and mounts of the lease")
+            existing, nodes = await _in_thread(look, "the nodes and mounts of the lease")
         groups = await self._group_ids({name for record in ordered for name in record.groups})
-        return build(lease, ordered, nodes, groups)
+        return build(lease, ordered, nodes, groups, existing)
 
     async def revoke(self, lease: str) -> None:
         """Undo what `prepare` made for LEASE.  Nothing of it lasts yet, so there is nothing to undo;
@@ -149,13 +152,31 @@ def _filesystem(device: int) -> str:
     return ""
 
 
-def _check_mount(source: str) -> None:
-    try:
-        Path(source).stat()
-    except OSError as error:
-        raise AccessError(
-            f"mount {printable(source)}: expected a file or directory, found nothing: {error.strerror}"
-        ) from error
+def mounts_of(record: DeviceRecord) -> list[Mount]:
+    """Return the mounts of RECORD that exist here, (host, container, options), those with `*` in
+    the host's name once for each path that it stands for.  Raises AccessError, naming the path, if
+    there is nothing for one that is not optional."""
+    found = []
+    for mount in record.mounts:
+        existing = _existing(mount)
+        if not existing:
+            raise AccessError(
+                f"mount {printable(mount[0])}: {printable(record.id)} needs it, and there is no such file or"
+                " directory here"
+            )
+        found += existing
+    for mount in record.optional_mounts:
+        found += _existing(mount)
+    return found
+
+
+def _existing(mount: Mount) -> list[Mount]:
+    host, _, options = mount
+    if "*" in host:
+        # a pattern's container path is its own (discovery/profiles.py)
+        return [(path, path, options) for path in sorted(glob.glob(host))]  # noqa: PTH207 (the text)
+    # what may not be looked at counts as missing, where Path.exists() raises
+    return [mount] if os.path.exists(host) else []  # noqa: PTH110
 
 
 def _expected(node: Node) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from hetero_agent.core.model import DeviceRecord, Lease, Node
+from hetero_agent.core.model import DeviceRecord, Joining, Lease, Node
 
 VERSION: Final = 1
 
@@ -30,17 +30,18 @@ def build(
     records: Sequence[DeviceRecord],
     nodes: Mapping[str, Sequence[Node]],
     group_ids: Iterable[int],
+    mounts: Iterable[tuple[str, str, str]] = (),
 ) -> dict[str, object]:
     """Return the manifest of LEASE as a JSON object (types on the bus are fixed by key).
 
     RECORDS are the lease's devices in its order; NODES what the kernel says of each device's nodes
-    now, by device id; GROUP_IDS the gids of the groups that the profiles name.
+    now, by device id; GROUP_IDS the gids of the groups that the profiles name; MOUNTS those that
+    exist here.
     """
     confirm_by = confirm_by_boottime = 0
     if not lease.confirmed and lease.deadline:
         confirm_by_boottime = lease.deadline
         confirm_by = lease.created.real + (lease.deadline - lease.created.boot)
-    mounts = dict.fromkeys(mount for record in records for mount in record.mounts)
     return {
         "version": VERSION,
         "lease": lease.id,
@@ -51,8 +52,9 @@ def build(
             for record in records
             for node in nodes[record.id]
         ],
-        "mounts": [list(mount) for mount in mounts],
+        "mounts": [list(mount) for mount in dict.fromkeys(mounts)],
         "env": environment(lease.id, records),
+        "env-filtered": filtered(records),
         "groups": sorted({*group_ids, *_node_groups(node for found in nodes.values() for node in found)}),
         "confirm-by": confirm_by,
         "confirm-by-boottime": confirm_by_boottime,
@@ -61,17 +63,46 @@ def build(
 
 def environment(lease_id: str, records: Sequence[DeviceRecord]) -> dict[str, str]:
     """Return the variables of a lease: ours, and those of the devices, values joined by commas in
-    the lease's order.  A value that several devices share (a fixed setting, or two shares of one
-    card) stands once."""
-    values: dict[str, dict[str, None]] = {}
-    for record in records:
-        for name, value in record.env.items():
-            values.setdefault(name, {})[value] = None
-    env = {name: ",".join(values[name]) for name in sorted(values)}
+    the lease's order, or as the profile says.  A value that several devices share (a fixed setting,
+    or two shares of one card) stands once."""
+    env = {}
+    for name, values in _values(records).items():
+        joining = _joining(name, records)
+        ordered = sorted(values, key=_numerically) if joining.renumbered else values
+        env[name] = joining.prefix + ",".join(ordered)
     env[LEASE_VARIABLE] = lease_id
     env[DEVICES_VARIABLE] = ",".join(record.id for record in records)
     env[COUNT_VARIABLE] = str(len(records))
     return env
+
+
+def filtered(records: Sequence[DeviceRecord]) -> dict[str, str]:
+    """Return the variables that are others where a device filter (a container's, a unit's
+    DeviceAllow=) hides all devices but the lease's, so that the driver counts them from 0."""
+    env = {}
+    for name, values in _values(records).items():
+        joining = _joining(name, records)
+        # what is no number (a MIG device's UUID) means the same everywhere
+        if joining.renumbered and all(value.isdecimal() for value in values):
+            env[name] = joining.prefix + ",".join(str(number) for number in range(len(values)))
+    return env
+
+
+def _values(records: Sequence[DeviceRecord]) -> dict[str, list[str]]:
+    """The different values of each variable, in the lease's order."""
+    found: dict[str, dict[str, None]] = {}
+    for record in records:
+        for name, value in record.env.items():
+            found.setdefault(name, {})[value] = None
+    return {name: list(found[name]) for name in sorted(found)}
+
+
+def _joining(name: str, records: Sequence[DeviceRecord]) -> Joining:
+    return next((record.joining[name] for record in records if name in record.joining), Joining())
+
+
+def _numerically(value: str) -> tuple[int, str]:
+    return (int(value), "") if value.isdecimal() else (0, value)
 
 
 def _node_groups(nodes: Iterable[Node]) -> set[int]:

@@ -32,6 +32,7 @@ _MANIFEST: Mapping[str, str] = {
     "nodes": "a(ssssuu)",
     "mounts": "a(sss)",
     "env": "a{ss}",
+    "env-filtered": "a{ss}",
     "groups": "au",
     "confirm-by": "t",
     "confirm-by-boottime": "t",
@@ -70,8 +71,9 @@ def typed(data: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, V]:
 def manifest(data: Mapping[str, Any]) -> dict[str, V]:
     """A manifest, whatever the order of keys in the JSON object."""
     shown = dict(data)
-    if "env" in shown:
-        shown["env"] = dict(sorted(shown["env"].items()))
+    for key in ("env", "env-filtered"):
+        if key in shown:
+            shown[key] = dict(sorted(shown[key].items()))
     return typed(shown, _MANIFEST)
 
 

@@ -168,14 +168,28 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Joining:
+    """How a variable's values of several devices become one, beside the commas between them.
+
+    PREFIX stands once before all of them.  RENUMBERED: the values are the driver's numbers of the
+    devices, which go in ascending order, and are 0 to N-1 where a device filter hides the others.
+    """
+
+    prefix: str = ""
+    renumbered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """What discovery or a provider states about one allocatable unit.
 
     ID is the place.  PARENT is the id of the card that this unit is a part or share of ("" for
     a whole card).  SOURCE is ``kernel`` or the provider's name.  OBSTACLE says why there is
-    nothing to grant.  ENV, MOUNTS and GROUPS are what the profile adds to the manifest: ENV
-    maps a variable to the value that stands for this device (values of several devices of a
-    lease are joined by commas).
+    nothing to grant.  ENV, MOUNTS, OPTIONAL_MOUNTS and GROUPS are what the profile adds to the
+    manifest: ENV maps a variable to the value that stands for this device (values of several
+    devices of a lease are joined by commas, and as JOINING says of the variable).  Mounts are
+    (host, container, options), and `*` in a host's name stands for any characters; the optional
+    ones are left out where they don't exist.
     """
 
     id: str
@@ -197,7 +211,9 @@ class DeviceRecord:
     health: Health = Health.HEALTHY
     health_reason: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    joining: Mapping[str, Joining] = field(default_factory=dict)
     mounts: tuple[tuple[str, str, str], ...] = ()
+    optional_mounts: tuple[tuple[str, str, str], ...] = ()
     groups: tuple[str, ...] = ()
 
     @property

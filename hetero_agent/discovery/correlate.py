@@ -90,10 +90,15 @@ def correlate(facts: DeviceFacts, profile: Profile) -> Correlated:
         nodes=tuple(nodes.found),
         attributes=attributes,
         obstacle=obstacle,
-        mounts=profile.mounts,
+        joining=profile.joining,
         groups=profile.groups,
     )
     values = _values(facts, record)
+    record = replace(
+        record,
+        mounts=_mounts(profile, values, required=True),
+        optional_mounts=_mounts(profile, values, required=False),
+    )
     whole = Draft(record, values, profile.env, counted=obstacle in (Obstacle.NONE, Obstacle.NO_NODE))
     parts = _parts(facts, profile, whole, nodes)
     if not parts:
@@ -159,12 +164,12 @@ def _physical_function(facts: DeviceFacts) -> str:
 
 
 def _serial(facts: DeviceFacts) -> str:
-    serial = facts.serial or facts.nvidia.get("uuid", "")
+    serial = facts.serial or facts.told.get("uuid", "")
     return "" if _ZEROS.fullmatch(serial) else printable(serial, 64)
 
 
 def _uuid(facts: DeviceFacts) -> str:
-    return printable(facts.nvidia.get("uuid", ""), 64)
+    return printable(facts.told.get("uuid", ""), 64)
 
 
 def _aliases(facts: DeviceFacts, serial: str) -> tuple[str, ...]:
@@ -186,7 +191,7 @@ def _vendor(facts: DeviceFacts, profile: Profile) -> str:
 
 
 def _model(facts: DeviceFacts) -> str:
-    known = facts.nvidia.get("model") or facts.udev.get("ID_MODEL_FROM_DATABASE")
+    known = facts.told.get("model") or facts.udev.get("ID_MODEL_FROM_DATABASE")
     if known:
         return printable(known, 128)
     if facts.identity.subsystem == "pci":
@@ -234,7 +239,7 @@ def _take(facts: DeviceFacts, rule: NodeRule, child: ClassDevice, nodes: _Nodes)
 
 
 def _take_path(facts: DeviceFacts, rule: NodeRule, nodes: _Nodes) -> None:
-    path = fill(rule.path, facts.nvidia)
+    path = fill(rule.path, facts.told)
     stat = facts.nodes.get(path) if path else None
     if path is None or stat is None:
         return
@@ -296,9 +301,9 @@ def _attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attribute]:
         "pcie-root": _root(facts.path),
         "physical-function": _physical_function(facts),
         "kernel-names": ",".join(child.name for child in (*facts.children, *facts.part_children) if child.node),
-        "firmware": facts.nvidia.get("firmware", ""),
+        "firmware": facts.told.get("firmware", ""),
         "uuid": _uuid(facts),
-        "nvidia-minor": facts.nvidia.get("nvidia-minor", ""),
+        "nvidia-minor": facts.told.get("nvidia-minor", ""),
     }
     if raw.get("subsystem_vendor") and raw.get("subsystem_device"):
         subsystem = (raw["subsystem_vendor"], raw["subsystem_device"])
@@ -379,6 +384,22 @@ def _values(facts: DeviceFacts, record: DeviceRecord) -> dict[str, Attribute]:
         "uuid": _uuid(facts),
         "node": own[0].path if own else "",
     }
+
+
+def _mounts(
+    profile: Profile, values: Mapping[str, Attribute], required: bool
+) -> tuple[tuple[str, str, str], ...]:
+    """Return the mounts of one kind with places filled in.  What is unknown stays in braces: no such
+    path exists, so an optional mount is left out and a required one is told of at the grant."""
+    return tuple(
+        (
+            fill(mount.host, values) or mount.host,
+            fill(mount.container, values) or mount.container,
+            mount.options,
+        )
+        for mount in profile.mounts
+        if mount.required is required
+    )
 
 
 # -- partitions -------------------------------------------------------------------------------

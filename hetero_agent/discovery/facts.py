@@ -44,7 +44,8 @@ class DeviceFacts:
     LINKS maps ``driver``, ``iommu_group`` and ``physfn`` to the last component of their target.
     PART_CHILDREN are class devices on other (platform) devices that the KFD topology puts on
     this card.  NODES is what stat(2) says, by path; missing nodes are missing.  MAJORS is
-    /proc/devices by name, read only if the profile asks for it.  ASLEEP says that only what
+    /proc/devices by name, read only if the profile asks for it.  TOLD is what the sources named in
+    the profile's ``facts`` say, by the names that they give.  ASLEEP says that only what
     doesn't wake the device was read.
     """
 
@@ -58,7 +59,7 @@ class DeviceFacts:
     part_children: tuple[ClassDevice, ...] = ()
     nodes: Mapping[str, NodeStat] = field(default_factory=dict)
     majors: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    nvidia: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
     kfd: tuple[KfdNode, ...] = ()
     udev: Mapping[str, str] = field(default_factory=dict)
     serial: str = ""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero_agent import names
-from hetero_agent.core.model import Role
+from hetero_agent.core.model import Joining, Role
 from hetero_agent.core.symptoms import Symptoms
 from hetero_agent.discovery import symptoms
 from hetero_agent.discovery.tables import ProfileError, Table, read_toml
@@ -46,6 +46,7 @@ _KERNEL_NAME = re.compile(r"[A-Za-z0-9_.!:*?\[\]-]{1,64}")
 _RELATIVE = re.compile(r"(?!.*\.\.)[A-Za-z0-9_.:*-]+(/[A-Za-z0-9_.:*-]+){0,7}")
 _NODE_PATH = re.compile(r"(?!.*\.\.)/dev(/[A-Za-z0-9_.:{}-]+)+")
 _ABSOLUTE = re.compile(r"(?!.*/\.\.(/|$))/[^\x00-\x1f]{0,255}")
+_ABSOLUTE_OR_NONE = re.compile(f"(?:{_ABSOLUTE.pattern})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _GROUP = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _PLACE = re.compile(r"\{([a-z0-9-]+)\}")
@@ -114,6 +115,17 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Mount:
+    """``[[mounts]]``: HOST is a template, and ``*`` in it stands for any characters of a name; then
+    CONTAINER is "" and each path goes to the same place."""
+
+    host: str
+    container: str
+    options: str
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """One profile; NAME is the file's name without its ending, ORIGIN the whole file name."""
 
@@ -130,8 +142,9 @@ class Profile:
     nodes: tuple[NodeRule, ...] = ()
     attributes: Mapping[str, AttributeRule] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    joining: Mapping[str, Joining] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
-    mounts: tuple[tuple[str, str, str], ...] = ()
+    mounts: tuple[Mount, ...] = ()
     parts: Parts | None = None
     symptoms: Symptoms = field(default_factory=Symptoms)
 
@@ -303,6 +316,7 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
     nodes = tuple(_node(table, facts) for table in root.tables("nodes"))
     if not any(rule.role is Role.OWN for rule in nodes):
         raise ProfileError(f'{shown}: [[nodes]] needs at least one with role = "own": proof of use')
+    env, joining = _env(root.table("env"), known)
     profile = Profile(
         name=file_name.removesuffix(".toml"),
         origin=shown,
@@ -316,9 +330,10 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
         matches=matches,
         nodes=nodes,
         attributes=attributes,
-        env=_env(root.table("env"), known),
+        env=env,
+        joining=joining,
         groups=root.texts("groups", _GROUP, "names of groups"),
-        mounts=tuple(_mount(table) for table in root.tables("mounts")),
+        mounts=tuple(_mount(table, known) for table in root.tables("mounts")),
         parts=_parts(root, known),
         symptoms=symptoms.parse(root),
     )
@@ -412,23 +427,39 @@ def _check_places(template: str, known: frozenset[str], where: str) -> None:
         raise ProfileError(f"{where}: braces stand only around a name, as in {{index}}")
 
 
-def _env(table: Table, known: frozenset[str]) -> dict[str, str]:
-    variables = {}
+def _env(table: Table, known: frozenset[str]) -> tuple[dict[str, str], dict[str, Joining]]:
+    """Read variables, whose values are texts or tables with ``value``, and how they are joined."""
+    form, fits = re.compile(r"[ -~]{0,256}"), "up to 256 printable characters"
+    variables, joining = {}, {}
     for name in table:
         if not _VARIABLE.fullmatch(name):
             raise ProfileError(f"{table.where} {printable(name, 40)}: not a name of an environment variable")
-        value = table.text(name, None, re.compile(r"[ -~]{0,256}"), "up to 256 printable characters")
+        if table.is_table(name):
+            entry = table.table(name)
+            value = entry.text("value", None, form, fits)
+            joining[name] = Joining(
+                prefix=entry.text("prefix", "", re.compile(r"[ -~]{0,32}"), "up to 32 printable characters"),
+                renumbered=entry.flag("renumbered", False) is True,
+            )
+            entry.done()
+        else:
+            value = table.text(name, None, form, fits)
         _check_places(value, known, f"{table.where} {name}")
         variables[name] = value
-    return variables
+    return variables, joining
 
 
-def _mount(table: Table) -> tuple[str, str, str]:
+def _mount(table: Table, known: frozenset[str]) -> Mount:
     host = table.text("host", None, _ABSOLUTE, "an absolute path")
-    container = table.text("container", host, _ABSOLUTE, "an absolute path")
+    container = table.text("container", "" if "*" in host else host, _ABSOLUTE_OR_NONE, "an absolute path")
     options = table.text("options", "ro", _OPTIONS, "mount options, as in ro,nosuid")
+    required = table.flag("required", False) is True
     table.done()
-    return host, container, options
+    if container and "*" in host:
+        raise ProfileError(f"{table.where} container: none where host has a *; each path goes to its own place")
+    for template in (host, container):
+        _check_places(template, known, f"{table.where} host")
+    return Mount(host, container, options, required)
 
 
 def _parts(root: Table, known: frozenset[str]) -> Parts | None:

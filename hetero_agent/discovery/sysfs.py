@@ -73,7 +73,7 @@ def missing_node_changed(facts: DeviceFacts, profile: Profile) -> bool:
     """Tell whether a node that FACTS found missing or wrong is another one now (one stat each,
     on devtmpfs; the device is not touched)."""
     paths = [child.node for child in (*facts.children, *facts.part_children) if child.node]
-    paths += [path for rule in profile.nodes if rule.path and (path := fill(rule.path, facts.nvidia))]
+    paths += [path for rule in profile.nodes if rule.path and (path := fill(rule.path, facts.told))]
     return any(reader.node(path) != facts.nodes.get(path) for path in paths)
 
 
@@ -159,11 +159,11 @@ def _read_facts(
             if value is not None:
                 extra[name] = value
     pci = identity.name if identity.subsystem == "pci" else ""
-    nvidia = _nvidia(pci) if "nvidia-proc" in profile.facts and pci else {}
+    told = _nvidia(pci) if "nvidia-proc" in profile.facts and pci else {}
     kfd = _kfd(pci) if "kfd" in profile.facts and pci else ()
     part_children = tuple(_on_platform(profile, kfd, children))
     wanted = [child.node for child in (*children, *part_children) if child.node]
-    wanted += [filled for rule in profile.nodes if rule.path and (filled := fill(rule.path, nvidia))]
+    wanted += [filled for rule in profile.nodes if rule.path and (filled := fill(rule.path, told))]
     return DeviceFacts(
         path=path,
         identity=identity,
@@ -175,7 +175,7 @@ def _read_facts(
         part_children=part_children,
         nodes={name: found for name in wanted if (found := reader.node(name))},
         majors=_majors() if any(rule.major_of for rule in profile.nodes) else {},
-        nvidia=nvidia,
+        told=told,
         kfd=kfd,
         udev=_udev(children[0].path if identity.subsystem != "pci" and children else path),
         serial=serial,

@@ -73,6 +73,10 @@ class Table:
             raise self._wrong(key, value, "true or false")
         return value
 
+    def is_table(self, key: str) -> bool:
+        """Tell whether the value of KEY is a table (asks for nothing)."""
+        return isinstance(self._data.get(key), dict)
+
     def table(self, key: str) -> Table:
         """Return a table, an empty one if it is missing."""
         value = self._take(key)

@@ -17,8 +17,8 @@ import pytest
 
 from hetero_agent.access import door as module
 from hetero_agent.access.door import Door
-from hetero_agent.access.manifest import AccessError, environment
-from hetero_agent.core.model import DeviceRecord, Instant, Lease, LeaseState, Node, RequestKey, Role
+from hetero_agent.access.manifest import AccessError, environment, filtered
+from hetero_agent.core.model import DeviceRecord, Instant, Joining, Lease, LeaseState, Node, RequestKey, Role
 
 LEASE_ID = "0123456789abcdef" * 2
 
@@ -105,6 +105,7 @@ def test_the_whole_manifest(tmp_path: Path) -> None:
             "NPU_VISIBLE": "1,0",
             "NPU_ORDER": "PCI",
         },
+        "env-filtered": {},
         "groups": sorted(groups),
         "confirm-by": 1_700_000_030_000_000,
         "confirm-by-boottime": 35_000_000,
@@ -191,14 +192,56 @@ def test_a_driver_that_shows_no_devices_in_sysfs_is_known_by_its_major(tmp_path:
     )
 
 
-def test_mounts_must_exist(tmp_path: Path) -> None:
+def test_a_required_mount_must_exist(tmp_path: Path) -> None:
     missing = tmp_path / "lib.so"
-    text = failure(lease("a"), record("a", mounts=((str(missing), "/lib.so", "ro"),)))
-    assert text == f"mount {missing}: expected a file or directory, found nothing: No such file or directory"
+    asked = record("a", mounts=((str(missing), "/lib.so", "ro"),))
+    text = failure(lease("a"), asked)
+    assert text == f"mount {missing}: a needs it, and there is no such file or directory here"
     missing.touch()
-    assert prepare(lease("a"), record("a", mounts=((str(missing), "/lib.so", "ro"),)))["mounts"] == [
-        [str(missing), "/lib.so", "ro"]
+    assert prepare(lease("a"), asked)["mounts"] == [[str(missing), "/lib.so", "ro"]]
+
+
+def test_optional_mounts_are_left_out_and_patterns_are_each_path(tmp_path: Path) -> None:
+    for name in ("libnpu.so.2", "libnpu.so.10", "libother.so"):
+        (tmp_path / name).touch()
+    asked = record(
+        "a",
+        mounts=((f"{tmp_path}/libnpu.so.*", "", "ro"),),
+        optional_mounts=(
+            (f"{tmp_path}/firmware", "/lib/firmware/npu", "ro"),
+            (f"{tmp_path}/libother.so", "/usr/lib/libother.so", "ro,nosuid"),
+            (f"{tmp_path}/{{driver-version}}", "/x", "ro"),
+            (f"{tmp_path}/none*", "", "ro"),
+        ),
+    )
+    assert prepare(lease("a", "b"), asked, replace(asked, id="b"))["mounts"] == [
+        [f"{tmp_path}/libnpu.so.10", f"{tmp_path}/libnpu.so.10", "ro"],
+        [f"{tmp_path}/libnpu.so.2", f"{tmp_path}/libnpu.so.2", "ro"],
+        [f"{tmp_path}/libother.so", "/usr/lib/libother.so", "ro,nosuid"],
     ]
+    for name in ("libnpu.so.2", "libnpu.so.10"):
+        (tmp_path / name).unlink()
+    assert failure(lease("a"), asked).startswith(f"mount {tmp_path}/libnpu.so.*: a needs it")
+
+
+def test_numbers_of_the_driver_go_up_and_are_counted_from_zero_where_a_filter_hides_the_rest() -> None:
+    joining = {"NPU": Joining(renumbered=True), "HCA": Joining(prefix="="), "SEL": Joining("l:", True)}
+    records = [
+        record(name, env={"NPU": npu, "HCA": f"mlx_{name}:1", "SEL": npu, "ORDER": "PCI"}, joining=joining)
+        for name, npu in (("x", "10"), ("y", "9"), ("z", "9"))
+    ]
+    env = environment(LEASE_ID, records)
+    assert {name: env[name] for name in ("NPU", "HCA", "SEL", "ORDER", "HETERO_DEVICES")} == {
+        "NPU": "9,10",
+        "HCA": "=mlx_x:1,mlx_y:1,mlx_z:1",
+        "SEL": "l:9,10",
+        "ORDER": "PCI",
+        "HETERO_DEVICES": "x,y,z",
+    }
+    # two of the three are shares of one card
+    assert filtered(records) == {"NPU": "0,1", "SEL": "l:0,1"}
+    # a uuid means the same everywhere
+    assert filtered([record("a", env={"NPU": "MIG-1"}, joining=joining)]) == {}
 
 
 def test_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,10 +271,11 @@ def test_what_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The thread is held by a FIFO that nobody writes, in place of a dead file server."""
     os.mkfifo(tmp_path / "fifo")
 
-    def dead(source: str) -> None:
-        Path(source).read_bytes()
+    def dead(mount: tuple[str, str, str]) -> list[tuple[str, str, str]]:
+        Path(mount[0]).read_bytes()
+        return [mount]
 
-    monkeypatch.setattr(module, "_check_mount", dead)
+    monkeypatch.setattr(module, "_existing", dead)
     monkeypatch.setattr(module, "DEADLINE", 0.2)
     beginning = time.monotonic()
     text = failure(lease("a"), record("a", mounts=((str(tmp_path / "fifo"), "/x", "ro"),)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetero_agent import names
-from hetero_agent.core.model import Role
+from hetero_agent.core.model import Joining, Role
 from hetero_agent.discovery import profiles
 from hetero_agent.discovery.profiles import Identity
 from hetero_agent.discovery.tables import ProfileError
@@ -50,8 +50,22 @@ def test_a_good_profile_is_read_whole() -> None:
     assert profile.nodes == (profiles.NodeRule(Role.OWN, "accel", "accel*", required=True),)
     assert profile.attributes == {"memory-total": profiles.AttributeRule(read="memory/total", number=True)}
     assert profile.env == {"NPU_VISIBLE": "{index}"}
-    assert profile.mounts == (("/opt/npu", "/opt/npu", "ro"),)
+    assert profile.mounts == (profiles.Mount("/opt/npu", "/opt/npu", "ro"),)
     assert (profile.vendor, profile.drivers, profile.groups) == ("Example", ("npu",), ("render",))
+
+
+def test_variables_and_mounts_say_more_in_tables() -> None:
+    text = GOOD.replace('"{index}"', '{ value = "{index}", prefix = "=", renumbered = true }')
+    text += 'required = true\n[[mounts]]\nhost = "/lib/npu-{firmware-version}/*"\n'
+    text = text.replace("[env]", 'firmware-version = { read = "fw" }\n\n[env]\nORDER = "PCI"')
+    profile = profiles.parse(text, "npu.toml")
+    assert profile is not None
+    assert profile.env == {"ORDER": "PCI", "NPU_VISIBLE": "{index}"}
+    assert profile.joining == {"NPU_VISIBLE": Joining("=", True)}
+    assert profile.mounts == (
+        profiles.Mount("/opt/npu", "/opt/npu", "ro", required=True),
+        profiles.Mount("/lib/npu-{firmware-version}/*", "", "ro"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,6 +157,14 @@ def test_a_good_profile_is_read_whole() -> None:
         ("NPU_VISIBLE =", '"NPU=X" =', "[env] NPU=X: not a name of an environment variable"),
         ('"/opt/npu"', '"opt/npu"', "[[mounts]] number 1 host: expected an absolute path, got opt/npu"),
         ('"/opt/npu"', '"/opt/../etc"', "[[mounts]] number 1 host: expected an absolute path"),
+        ('"/opt/npu"', '"/opt/{place}"', "[[mounts]] number 1 host: {place} is unknown"),
+        (
+            '"/opt/npu"',
+            '"/opt/*"\ncontainer = "/x"',
+            "[[mounts]] number 1 container: none where host has a *",
+        ),
+        ('"{index}"', "{ prefix = '=' }", "[env.NPU_VISIBLE] value: missing; expected up to 256 printable"),
+        ('"{index}"', "{ value = 'a', sep = ';' }", "[env.NPU_VISIBLE] has no key sep"),
         (
             '"/opt/npu"',
             '"/opt"\noptions = "rw bind"',
