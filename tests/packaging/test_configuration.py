@@ -12,7 +12,7 @@ import pytest
 from hetero_agent import config
 from tests.support.process import ROOT
 
-FILE = (ROOT / "etc/hetero-agent.conf").read_text()
+FILE = (ROOT / "systemd/hetero-agent.conf").read_text()
 MANUAL = (ROOT / "docs/hetero-agent.conf.5").read_text()
 
 #: How the table of one provider is written down; any other name stands for a real provider.
