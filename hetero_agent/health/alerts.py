@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from hetero_agent.core.effects import DeviceAdded, DeviceChanged, DeviceRemoved, Effect, HealthChanged
+from hetero_agent.core.effects import DeviceAdded, DeviceChanged, DeviceRemoved, Effect
 from hetero_agent.core.model import Device, Health, State
+from hetero_agent.core.verdict import combine
 from hetero_agent.health import files
 from hetero_agent.text import printable
 
@@ -33,7 +34,6 @@ class Alerts:
         self._directory = runtime / DIRECTORY
         self._devices = devices
         self._written: dict[str, tuple[State, Health, str]] = {}
-        self._evidence: dict[str, Mapping[str, str]] = {}
         self._live = False
         self.problem = ""
 
@@ -44,21 +44,20 @@ class Alerts:
             self._directory.mkdir(mode=0o755, exist_ok=True)
             self._directory.chmod(0o755)
             for path in self._directory.iterdir():
-                if path.name.removesuffix(_ENDING) not in self._devices:
+                device = self._devices.get(path.name.removesuffix(_ENDING))
+                if device is None or _alert(device) is None:
                     path.unlink(missing_ok=True)
         except OSError as error:
             self._failed(error)
-        for device in list(self._devices):
-            self._look(device)
+        for device_id in list(self._devices):
+            self._look(device_id)
 
     def publish(self, effects: Sequence[Effect]) -> None:
         """Take the governor's news."""
         if not self._live:
             return
         for effect in effects:
-            if isinstance(effect, HealthChanged):
-                self._evidence[effect.device] = effect.evidence
-            if isinstance(effect, (DeviceAdded, DeviceChanged, DeviceRemoved, HealthChanged)):
+            if isinstance(effect, (DeviceAdded, DeviceChanged, DeviceRemoved)):
                 self._look(effect.device)
 
     def _look(self, device_id: str) -> None:
@@ -70,29 +69,14 @@ class Alerts:
         try:
             if device is None or wanted is None:
                 self._written.pop(device_id, None)
-                self._evidence.pop(device_id, None)
                 path.unlink(missing_ok=True)
             else:
-                files.write(path, json.dumps(self._content(device), indent=1) + "\n", 0o644)
+                files.write(path, json.dumps(_content(device), indent=1) + "\n", 0o644)
                 self._written[device_id] = wanted
         except OSError as error:
             self._failed(error)
         else:
             self.problem = ""
-
-    def _content(self, device: Device) -> dict[str, object]:
-        return {
-            "device": device.id,
-            "serial": device.record.serial,
-            "resource": device.record.resource,
-            "state": str(device.state),
-            "reason": device.reason,
-            "health": str(device.health),
-            "health-reason": device.health_reason,
-            "since": device.since.real,
-            "lease": device.lease,
-            "evidence": dict(self._evidence.get(device.id, {})),
-        }
 
     def _failed(self, error: OSError) -> None:
         problem = f"alerts can't be written to {self._directory}: {printable(error)}"
@@ -106,3 +90,18 @@ def _alert(device: Device) -> tuple[State, Health, str] | None:
     if device.health is not Health.UNHEALTHY and device.state not in _ALARMING:
         return None
     return device.state, device.health, f"{device.reason}\n{device.health_reason}"
+
+
+def _content(device: Device) -> dict[str, object]:
+    return {
+        "device": device.id,
+        "serial": device.record.serial,
+        "resource": device.record.resource,
+        "state": str(device.state),
+        "reason": device.reason,
+        "health": str(device.health),
+        "health-reason": device.health_reason,
+        "since": device.since.real,
+        "lease": device.lease,
+        "evidence": dict(combine(device.opinions.values()).evidence),
+    }
