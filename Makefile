@@ -3,7 +3,7 @@ PYTHON := /usr/bin/python3
 TESTS  ?= tests
 LINT   := .lint/bin
 
-.PHONY: help setup demo test lint types format bench system-test deb deb-trixie deb-check clean
+.PHONY: help setup demo test lint types format bench system-test vm-test deb deb-trixie deb-check clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -34,6 +34,11 @@ bench: setup ## measure latency, uevent to signal, memory, idle CPU against the 
 system-test: TESTS := tests/system
 system-test: setup ## the package under a real systemd, in containers; as root; TESTS=path chooses some
 	@.ci/setup-system
+	$(PYTHON) -m pytest $(TESTS)
+
+vm-test: TESTS := tests/vm
+vm-test: setup ## the package on a real kernel with real hotplug, in a virtual machine; as root; TESTS=path chooses some
+	@.ci/setup-vm
 	$(PYTHON) -m pytest $(TESTS)
 
 deb: ## build the Debian package into dist/, with lintian's report
