@@ -1,12 +1,14 @@
 """The small reader through which everything in /sys and /proc is read.
 
 Each read stands alone: a sick device answers EBUSY, EIO or nothing for one attribute, and only
-that attribute is missing then.  Nothing here opens a path outside /sys and /proc, so no device
+that attribute is missing then.  What this process lacks (descriptors, memory) says nothing of any
+device and is raised as OSError.  Nothing here opens a path outside /sys and /proc, so no device
 node is ever opened; nodes are looked at by stat(2), which the driver doesn't notice.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ TABLE_MAX = 65536
 #: Entries of one directory that are looked at.
 ENTRIES_MAX = 16384
 
+_OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 _ROOTS = ("/sys/", "/proc/")
 
 
@@ -46,7 +49,8 @@ def text(path: str, limit: int = ATTRIBUTE_MAX) -> str | None:
                 left -= len(chunk)
         finally:
             os.close(handle)
-    except OSError:
+    except OSError as error:
+        _not_our_own(error)
         return None
     if left <= 0:
         return None
@@ -58,9 +62,16 @@ def entries(path: str) -> list[str]:
     try:
         with os.scandir(path) as found:
             names = [entry.name for entry, _ in zip(found, range(ENTRIES_MAX), strict=False)]
-    except OSError:
+    except OSError as error:
+        _not_our_own(error)
         return []
     return sorted(names)
+
+
+def _not_our_own(error: OSError) -> None:
+    """Raise ERROR again if it is for want of something of this process."""
+    if error.errno in _OUR_OWN:
+        raise error
 
 
 def link(path: str) -> str:

