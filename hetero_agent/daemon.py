@@ -114,7 +114,7 @@ class Daemon:
         self.engine.effects_timeout = config.grant.effects_timeout
         self.engine.on_stored = self.audit.wake
         submit, now = self.engine.submit, self.engine.now
-        self.holders = HolderEdge(submit, now, self._protected, _contained(config))
+        self.holders = HolderEdge(submit, now, self._protected, self._main_pid, _contained(config))
         self.health = HealthEdge(config.health, places.runtime, submit, now, self._look)
         self.alerts = Alerts(places.runtime, self.governor.devices)
         self.kernel = KernelSource(config.discovery, places.profiles, submit, now, wedged=self.health.wedged)
@@ -135,6 +135,10 @@ class Daemon:
     def _protected(self) -> set[int]:
         """Processes that are never signalled whatever a lease says."""
         return {os.getpid(), os.getppid(), self.bus.bus_pid}
+
+    async def _main_pid(self, unit: str) -> int:
+        """The main process of a systemd service, as the bus edge learns it."""
+        return await self.bus.owners.units.main_pid(unit)
 
     def _look(self, path: str) -> None:
         """A probe saw that the kernel's device at PATH has changed."""

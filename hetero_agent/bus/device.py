@@ -57,8 +57,8 @@ class Devices:
         now = self._engine.now()
         return (
             [
-                values.holder(one, device.lease, now)
-                for one in device.holders
+                values.holder(one, self._engine.view.role_of(device, one), device.lease, now)
+                for one in (*device.holders, *device.system)
                 if all_of_them or call.caller.uid in one.uids
             ],
         )

@@ -14,9 +14,11 @@ from hetero_agent.bus.transport import BUS_DRIVER, BUS_DRIVER_PATH, CallFailed, 
 from hetero_agent.bus.units import Units
 from hetero_agent.bus.whomay import Caller
 from hetero_agent.core import rights
+from hetero_agent.core.containers import container_of
 from hetero_agent.core.effects import ErrorKind, Refusal
 from hetero_agent.core.events import Event, OwnerGone
-from hetero_agent.core.model import Binding, ConnectionRef, Instant, ProcessRef, UnitRef
+from hetero_agent.core.model import Binding, ConnectionRef, Instant, UnitRef
+from hetero_agent.core.ports import ProcessFacts
 
 log = logging.getLogger("hetero_agent.bus")
 
@@ -115,14 +117,17 @@ class Binder:
 
     async def resolve(self, caller: Caller, wanted: Wanted) -> Binding:
         """Return the binding.  Raises Refusal."""
+        process = await self._process(caller, wanted.pid) if wanted.pid else None
+        container = container_of(process.cgroup) if process is not None else None
         return Binding(
-            pid=await self._process(caller, wanted.pid) if wanted.pid else None,
+            pid=process.ref if process is not None else None,
             unit=await self._unit(caller, wanted.unit) if wanted.unit else None,
             connection=ConnectionRef(caller.bus_name, self._guid) if wanted.connection else None,
             ttl=wanted.ttl,
+            cgroup=container.path if container is not None else "",
         )
 
-    async def _process(self, caller: Caller, pid: int) -> ProcessRef:
+    async def _process(self, caller: Caller, pid: int) -> ProcessFacts:
         try:
             facts = await self._callers.facts(pid)
         except TimeoutError:
@@ -134,7 +139,7 @@ class Binder:
         why_not = rights.may_bind_pid(caller.uid, facts)
         if why_not:
             raise Refusal(ErrorKind.NOT_AUTHORIZED, f"pid: {why_not}")
-        return facts.ref
+        return facts
 
     async def _unit(self, caller: Caller, unit: str) -> UnitRef:
         why_not = rights.may_bind_unit(caller.uid, caller.unit, unit)

@@ -21,6 +21,7 @@ SYSTEMD = "org.freedesktop.systemd1"
 _PATH = "/org/freedesktop/systemd1"
 _MANAGER = SYSTEMD + ".Manager"
 _UNIT = SYSTEMD + ".Unit"
+_SERVICE = SYSTEMD + ".Service"
 #: States in which a run of a unit has not ended.
 _RUNNING = frozenset({"active", "activating", "reloading", "deactivating", "refreshing"})
 _TIMEOUT = 5.0
@@ -66,6 +67,16 @@ class Units:
             raise invalid(f"unit: {printable(name, 64)} is {printable(state, 32)}; start it first")
         self._paths[name] = path
         return UnitRef(name, invocation)
+
+    async def main_pid(self, name: str) -> int:
+        """Return the main process of a service, 0 if it has none or systemd doesn't say."""
+        try:
+            path = str((await self._call(_PATH, _MANAGER, "GetUnit", name))[0])
+            value = (await self._call(path, contract.PROPERTIES, "Get", _SERVICE, "MainPID"))[0].value
+        except CallFailed as error:
+            log.debug("main process of %s: %s", printable(name, 64), error)
+            return 0
+        return value if isinstance(value, int) else 0
 
     def watch(self, lease: str, unit: UnitRef) -> None:
         """Call GONE when this run of the unit ends, or if it has already."""

@@ -9,7 +9,9 @@ from typing import Any
 from hetero_agent import names
 from hetero_agent.bus.codec import V
 from hetero_agent.bus.decode import OPTIONS
+from hetero_agent.core.containers import container_of
 from hetero_agent.core.model import Attribute, AuditRecord, Binding, Device, Holder, Instant, Lease
+from hetero_agent.text import printable
 
 #: A property holds at most 1 KiB (design section 7): what does not fit is cut.
 MAX_PROPERTY = 1024
@@ -128,6 +130,8 @@ def binding(bound: Binding) -> dict[str, V]:
         found["connection"] = V("s", bound.connection.name)
     if bound.ttl:
         found["ttl"] = V("t", bound.ttl)
+    if bound.cgroup:
+        found["cgroup"] = V("s", bound.cgroup)
     return found
 
 
@@ -177,8 +181,9 @@ def about_lease(lease: Lease | None) -> dict[str, str]:
     return {"lease": lease.id, "owner": str(lease.uid), "resource": lease.resource}
 
 
-def holder(one: Holder, lease: str, now: Instant) -> dict[str, V]:
-    """One holder of a device; when it was first seen becomes realtime."""
+def holder(one: Holder, role: str, lease: str, now: Instant) -> dict[str, V]:
+    """One holder of a device and what it counts as; when it was first seen becomes realtime."""
+    container = container_of(one.cgroup)
     return {
         "pid": V("u", one.pid),
         "start": V("t", one.start),
@@ -186,9 +191,13 @@ def holder(one: Holder, lease: str, now: Instant) -> dict[str, V]:
         "exe": V("s", one.exe),
         "comm": V("s", one.comm),
         "unit": V("s", one.unit),
+        "container": V("s", printable(container.name) if container else ""),
+        "pod": V("s", container.pod if container else ""),
         "since": V("t", u64(now.real - (now.boot - one.since))),
         "mapped": V("b", one.mapped),
-        "lease": V("o", names.lease_path(lease)),
+        "role": V("s", role),
+        "lease": V("o", names.lease_path(lease if role in ("lease", "leftover") else "")),
+        "evidence": V("a{ss}", dict(one.evidence)),
     }
 
 

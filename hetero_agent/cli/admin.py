@@ -29,7 +29,9 @@ def register(verbs: Verbs) -> None:
     who.add_argument(
         "--pid", type=positive, action="append", dest="pids", default=[], help="this holder (repeat for each)"
     )
-    who.add_argument("--all", action="store_true", help="all that heteroctl holders shows")
+    who.add_argument(
+        "--all", action="store_true", help="all that heteroctl holders shows, but those of role system"
+    )
 
 
 async def cordon(client: Client, args: argparse.Namespace, out: Printer) -> int:
@@ -62,7 +64,7 @@ async def reap(client: Client, args: argparse.Namespace, out: Printer) -> int:
     from hetero_agent.cli.complaints import Complaint  # noqa: PLC0415
 
     path = await client.device_path(args.device)
-    holders = await client.holders(path)
+    holders = [holder for holder in await client.holders(path) if holder.role != "system"]
     missing = [pid for pid in args.pids if pid not in {holder.pid for holder in holders}]
     if missing:
         raise Complaint(

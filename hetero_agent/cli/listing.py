@@ -1,4 +1,4 @@
-"""The verbs that show: list, status, show, leases, holders, history, version."""
+"""The verbs that show: list, status, show, leases, history, version."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ def register(verbs: Verbs) -> None:
     parser = verbs.add("leases", "list the leases", list_leases)
     parser.add_argument("-r", "--resource", help="only leases of this resource")
     parser.add_argument("--mine", action="store_true", help="only your own")
-
-    parser = verbs.add("holders", "list the processes that have devices open", list_holders)
-    parser.add_argument("devices", nargs="+", metavar="DEVICE")
 
     parser = verbs.add("history", "list the last transitions of a device", history)
     parser.add_argument("device", metavar="DEVICE")
@@ -285,35 +282,6 @@ async def list_leases(client: Client, args: argparse.Namespace, out: Printer) ->
                     " ".join(lease.devices),
                 )
                 for lease in found
-            ],
-        )
-    return exitcodes.OK
-
-
-async def list_holders(client: Client, args: argparse.Namespace, out: Printer) -> int:
-    """List the processes that have the devices open."""
-    rows = [(device, await client.holders(device)) for device in args.devices]
-    if out.as_json:
-        out.document([{"device": device, **jsonable(holder)} for device, some in rows for holder in some])
-    elif not any(some for _, some in rows):
-        out.line("nobody has it open" if len(rows) == 1 else "nobody has them open")
-    else:
-        out.table(
-            ("DEVICE", "PID", "UID", "COMMAND", "EXECUTABLE", "UNIT", "SINCE", "MAPPED", "LEASE"),
-            [
-                (
-                    device,
-                    holder.pid,
-                    holder.uid,
-                    holder.comm,
-                    holder.exe,
-                    holder.unit,
-                    ago(holder.since),
-                    "mapped" if holder.mapped else "",
-                    short(holder.lease),
-                )
-                for device, some in rows
-                for holder in some
             ],
         )
     return exitcodes.OK

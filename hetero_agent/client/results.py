@@ -202,7 +202,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has a device open or mapped; START is in clock ticks since boot."""
+    """A process that has a device open or mapped; START is in clock ticks since boot.  ROLE is lease,
+    leftover, intruder, outsider or system."""
 
     pid: int
     start: int
@@ -213,6 +214,10 @@ class Holder:
     since: int
     mapped: bool
     lease: str
+    role: str = ""
+    container: str = ""
+    pod: str = ""
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, got: Mapping[str, Any]) -> Holder:
@@ -227,6 +232,10 @@ class Holder:
             since=got.get("since", 0),
             mapped=got.get("mapped", False),
             lease=lease_of(got.get("lease", "/")),
+            role=got.get("role", ""),
+            container=got.get("container", ""),
+            pod=got.get("pod", ""),
+            evidence=dict(got.get("evidence", {})),
         )
 
 

@@ -54,6 +54,7 @@ from hetero_agent.core.model import (
     Device,
     DeviceRecord,
     Health,
+    Holder,
     Instant,
     Lease,
     LeaseState,
@@ -405,6 +406,10 @@ class Governor:
     def blocked_by(self, device: str) -> tuple[str, ...]:
         """The relatives that keep it from being granted."""
         return self.world.blocked_by(device)
+
+    def role_of(self, device: Device, holder: Holder) -> str:
+        """What a holder counts as: lease, leftover, intruder, outsider or system."""
+        return self.returns.role_of(device, holder)
 
     def history(self, device: str, most: int) -> Sequence[AuditRecord]:
         """Its last transitions, oldest first, at most MOST (and never over 20)."""

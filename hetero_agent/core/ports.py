@@ -14,6 +14,7 @@ from hetero_agent.core.model import (
     Cordon,
     Device,
     DeviceRecord,
+    Holder,
     Instant,
     Lease,
     Node,
@@ -105,11 +106,12 @@ class Publisher(Protocol):
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
     """What /proc says of a process that a caller wants to bind: its real, effective, saved and
-    filesystem uid, and the systemd unit its cgroup lies in ("" for none)."""
+    filesystem uid, its control group, and the systemd unit that this lies in ("" for none)."""
 
     ref: ProcessRef
     uids: tuple[int, int, int, int]
     unit: str = ""
+    cgroup: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,9 @@ class View(Protocol):
 
     def blocked_by(self, device: str) -> tuple[str, ...]:
         """The relatives that keep it from being granted."""
+
+    def role_of(self, device: Device, holder: Holder) -> str:
+        """What a holder counts as: lease, leftover, intruder, outsider or system."""
 
     def history(self, device: str, most: int) -> Sequence[AuditRecord]:
         """Its last transitions, oldest first, at most MOST (and never over 20)."""

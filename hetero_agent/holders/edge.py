@@ -11,7 +11,7 @@ from hetero_agent.core.model import Binding, DeviceRecord, Instant, Node
 from hetero_agent.core.ports import ProcessFacts, Submit
 from hetero_agent.holders.ending import Ending
 from hetero_agent.holders.process import ProcessWatch, identify
-from hetero_agent.holders.scanner import Scanner
+from hetero_agent.holders.scanner import MainPid, Scanner
 from hetero_agent.holders.watch import NodeWatch
 from hetero_agent.workers.host import Host, LostError
 from hetero_agent.workers.process import command as start_of
@@ -26,9 +26,10 @@ class HolderEdge:
     """Scans, watches and signals; loop thread only.
 
     PROTECTED gives pids that are never signalled beside pid 1, the agent and its workers: the
-    bus daemon's.  CONTAINED: no process outside the agent's pid namespace counts.  DEADLINE is
-    what reading one process may take, in seconds, before it counts as blocked.  COMMAND starts a
-    scan worker (see `workers.process.command`).
+    bus daemon's.  MAIN_PID tells the main process of a systemd service.  CONTAINED: no process
+    outside the agent's pid namespace counts.  DEADLINE is what reading one process may take, in
+    seconds, before it counts as blocked.  COMMAND starts a scan worker (see
+    `workers.process.command`).
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class HolderEdge:
         submit: Submit,
         now: Callable[[], Instant],
         protected: Callable[[], set[int]],
+        main_pid: MainPid,
         contained: bool = False,
         deadline: float = 1.0,
         command: Sequence[str] = COMMAND,
@@ -44,7 +46,9 @@ class HolderEdge:
         self._nodes = NodeWatch(submit, now)
         self._processes = ProcessWatch(submit, now)
         self._ending = Ending(self._host, submit, now, protected)
-        self._scanner = Scanner(self._host, submit, now, self._nodes.settled, self._nodes.drain, contained)
+        self._scanner = Scanner(
+            self._host, submit, now, self._nodes.settled, self._nodes.drain, main_pid, contained
+        )
         self._deaf = ""
 
     async def start(self) -> None:

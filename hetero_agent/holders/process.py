@@ -33,12 +33,12 @@ def identify(pid: int) -> ProcessFacts | None:
         with proc.opened(pid) as base:
             facts = proc.stat(base)
             group, uids = proc.status(base)
-            unit = proc.unit_of(proc.cgroup(base))
+            cgroup = proc.cgroup(base)
     except OSError:
         return None
     if group != pid or facts.ended or facts.flags & proc.KERNEL_THREAD:
         return None
-    return ProcessFacts(ProcessRef(pid, facts.start), uids, printable(unit))
+    return ProcessFacts(ProcessRef(pid, facts.start), uids, printable(proc.unit_of(cgroup)), cgroup)
 
 
 def open_process(ref: ProcessRef) -> int | None:

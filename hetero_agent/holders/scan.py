@@ -6,7 +6,9 @@ How it looks, and why so:
   The number (or, for files, device and inode) decides, never the path: a container, a bind
   mount, a copy made by mknod or a deleted node all show other paths.  A readlink beforehand
   would save nothing, as it costs as much as the statx.  AT_STATX_DONT_SYNC keeps a dead file
-  server from being asked.  O_PATH descriptors are no use of a device and don't count.
+  server from being asked.  O_PATH descriptors are no use of a device and don't count; fdinfo,
+  which tells these, is read only if the link's mode leaves it open, as a driver may have its
+  device answer there.
 - Threads that left the common descriptor table (unshare CLONE_FILES), or outlived their main
   thread, have tables of their own; kcmp(2) tells whether there is another table to read.
 - Mappings: a device can be in use with every descriptor closed.  /proc/PID/maps shows the
@@ -14,6 +16,8 @@ How it looks, and why so:
   (needs CAP_CHECKPOINT_RESTORE) or else through /proc/PID/root and the path.
 - Processes that appear while the walk goes on are walked too, so that a child born by one that
   was not read yet isn't missed.
+- What KFD says a ROCm process has on a GPU whose node it has closed, and other evidence
+  (`evidence`).
 
 Nothing here writes, opens a node, or reads memory of a process (cmdline and environ would).
 Only standard modules: this runs in the small scan worker.
@@ -33,7 +37,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from hetero_agent.holders import proc
+from hetero_agent.holders import evidence, proc
 
 TYPE_CHECKING = False  # typing's own would load typing: a megabyte
 if TYPE_CHECKING:
@@ -67,15 +71,34 @@ _GONE = (errno.ENOENT, errno.ESRCH)
 #: How often the list of processes is read again for newcomers.
 _ROUNDS = 8
 
+#: Added to the pid that is announced while what is read of it is evidence only.
+EVIDENCE = 1 << 40
+
+#: Descriptors of one device that are told of one process.
+_MOST_DESCRIPTORS = 16
+
 
 class Walk:
-    """The search for one set of nodes; keeps what it learned about inodes between processes."""
+    """The search for one set of nodes; keeps what it learned about inodes between processes.
 
-    def __init__(self, targets: Mapping[str, Sequence[NodeKey]]) -> None:
+    After each process that was inspected, DESCRIPTORS has the descriptors that it holds each
+    device by ("fd/7", "task/12/fd/7"), and KFD what it has of each by KFD."""
+
+    def __init__(self, targets: Mapping[str, Sequence[NodeKey]], kfd: evidence.Kfd | None = None) -> None:
+        self.descriptors: dict[str, list[str]] = {}
+        self.kfd: dict[str, dict[str, str]] = {}
+        self._kfd = evidence.Kfd() if kfd is None else kfd
         self._wanted: dict[NodeKey, list[str]] = {}
         for device, nodes in targets.items():
             for kind, first, second in nodes:
                 self._wanted.setdefault((kind, first, second), []).append(device)
+        self._by_render = {
+            minor: devices
+            for (kind, major, minor), devices in self._wanted.items()
+            if (kind, major) == ("char", evidence.DRM_MAJOR) and minor >= evidence.FIRST_RENDER
+        }
+        if self._by_render and not self._kfd.there:
+            self._by_render = {}
         self._inodes: dict[bytes, NodeKey | None] = {}
         self._map_files = True
         self._buffer = ctypes.create_string_buffer(256)
@@ -93,17 +116,22 @@ class Walk:
         """Like `inspect`, for an open descriptor of /proc/PID."""
         opened: set[str] = set()
         mapped: set[str] = set()
-        self._table(base, "fd", "fdinfo", opened)
+        self.descriptors = {}
+        self._table(base, "", opened)
         alive = ""
         # two links more than threads: "." and ".."
         if os.stat("task", dir_fd=base).st_nlink > 3:
             alive = self._threads(pid, base, opened)
         self._mappings(base, alive, mapped)
+        self.kfd = {}
+        for minor, uses in self._kfd.uses(pid).items() if self._by_render else ():
+            self.kfd.update(dict.fromkeys(self._by_render.get(minor, ()), uses))
+        opened.update(self.kfd.keys() - mapped)
         return {device: device not in opened for device in opened | mapped}
 
-    def _table(self, base: int, name: str, info: str, found: set[str]) -> None:
-        """Add the devices in one descriptor table."""
-        table = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=base)
+    def _table(self, base: int, task: str, found: set[str]) -> None:
+        """Add the devices in one descriptor table, of the process or a TASK ("task/12/")."""
+        table = os.open(f"{task}fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=base)
         try:
             for number in os.listdir(table):
                 error = self._statx(table, number.encode(), 0)
@@ -114,8 +142,10 @@ class Walk:
                         os.readlink(number, dir_fd=table)
                     continue
                 devices = self._wanted.get(self._key())
-                if devices and not found.issuperset(devices) and _really_open(base, info, number):
+                if devices and _really_open(table, base, f"{task}fdinfo/{number}", number):
                     found.update(devices)
+                    for device in devices:
+                        self.descriptors.setdefault(device, []).append(f"{task}fd/{number}")
         except FileNotFoundError:
             # readlink of a descriptor that was closed meanwhile
             return
@@ -132,7 +162,7 @@ class Walk:
             if thread == pid or _same_table(last, thread):
                 continue
             try:
-                self._table(base, f"task/{name}/fd", f"task/{name}/fdinfo", found)
+                self._table(base, f"task/{name}/", found)
             except (FileNotFoundError, ProcessLookupError):
                 continue
             last, alive = thread, name
@@ -217,10 +247,13 @@ def _same_table(first: int, second: int) -> bool:
     return _KCMP is not None and _libc.syscall(_KCMP, first, second, _KCMP_FILES, 0, 0) == 0
 
 
-def _really_open(base: int, info: str, number: str) -> bool:
-    """Whether a descriptor can be used at all: one of O_PATH only names the node."""
+def _really_open(table: int, base: int, info: str, number: str) -> bool:
+    """Whether a descriptor can be used at all: one of O_PATH only names the node.  The link's mode
+    shows whether it may read or write, which O_PATH never may (proc_pid_fd(5))."""
     try:
-        text = proc.read(f"{info}/{number}", base)
+        if os.lstat(number, dir_fd=table).st_mode & (stat.S_IRUSR | stat.S_IWUSR):
+            return True
+        text = proc.read(info, base)
     except FileNotFoundError:
         return False
     for line in text.splitlines():
@@ -271,8 +304,11 @@ def _lacking(status: bytes) -> list[str]:
     return list(_NEEDED)
 
 
-def describe(pid: int, base: int, devices: Mapping[str, bool]) -> dict[str, Any]:
-    """Return what is told about a holder.  Raises OSError if it has ended."""
+def describe(
+    pid: int, base: int, devices: Mapping[str, bool], shown: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any]:
+    """Return what is told about a holder, SHOWN being the evidence by device.  Raises OSError if it
+    has ended."""
     facts = proc.stat(base)
     _, uids = proc.status(base)
     path = proc.cgroup(base)
@@ -291,7 +327,30 @@ def describe(pid: int, base: int, devices: Mapping[str, bool]) -> dict[str, Any]
         "session": facts.session,
         "ancestors": proc.ancestors(facts.parent),
         "devices": dict(devices),
+        "evidence": {device: dict(shown.get(device, {})) for device in devices},
     }
+
+
+def _evidence(walk: Walk, base: int, devices: Collection[str], plain: bool) -> dict[str, dict[str, str]]:
+    """Return, by device, how the process just inspected uses it: ``path`` (as the process calls it),
+    ``descriptors`` (how many), and what `evidence` knows, unless PLAIN.  What can't be read is left
+    out: it proves nothing."""
+    found = {}
+    for device in devices:
+        names = walk.descriptors.get(device, [])
+        shown = found[device] = dict(walk.kfd.get(device, {}))
+        if not names:
+            continue
+        shown["descriptors"] = str(len(names))
+        try:
+            path = os.fsencode(os.readlink(names[0], dir_fd=base))
+            shown["path"] = path.decode("utf-8", "backslashreplace")
+            if not plain:
+                infos = [name.replace("fd/", "fdinfo/") for name in names[:_MOST_DESCRIPTORS]]
+                shown.update(evidence.of_descriptors(base, infos))
+        except OSError:
+            continue
+    return found
 
 
 def scan(
@@ -299,8 +358,10 @@ def scan(
     skip: Collection[int] = (),
     announce: Callable[[int], None] = lambda _: None,
     contained: bool = False,
+    plain: Collection[int] = (),
 ) -> dict[str, Any]:
-    """Walk all processes but this one and those of SKIP; call ANNOUNCE with each pid before.
+    """Walk all processes but this one and those of SKIP; call ANNOUNCE with each pid before, and
+    with `EVIDENCE` added before evidence of a holder is read, which isn't done for those of PLAIN.
     CONTAINED: those of this pid namespace are all.
 
     Returns ``started`` (boot µs, before the first look), ``processes`` (see `describe`),
@@ -324,7 +385,9 @@ def scan(
                 with proc.opened(pid) as base:
                     devices = walk.inspect_open(pid, base)
                     if devices:
-                        processes.append(describe(pid, base, devices))
+                        announce(pid + EVIDENCE)
+                        shown = _evidence(walk, base, devices, pid in plain)
+                        processes.append(describe(pid, base, devices, shown))
             except (FileNotFoundError, ProcessLookupError):
                 continue
             except OSError:

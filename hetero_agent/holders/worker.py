@@ -2,8 +2,8 @@
 
 What `hetero_agent.workers.child` says of workers; the item at hand is a pid.  Requests:
 
-- ``{"scan": {device: [[kind, a, b], ...]}, "skip": [pid, ...], "contained": bool}`` is answered
-  with what `scan.scan` returns;
+- ``{"scan": {device: [[kind, a, b], ...]}, "skip": [pid, ...], "plain": [pid, ...], "contained":
+  bool}`` is answered with what `scan.scan` returns;
 - ``{"check": pid, "nodes": [[kind, a, b], ...]}`` with ``{"holds": bool, "start": ticks}``, or
   ``{"error": text}`` if the process can't be read (any more).
 """
@@ -30,7 +30,13 @@ class Worker:
         """Carry out one request."""
         if "check" in request:
             return self._check(request["check"], request["nodes"])
-        return scan.scan(_targets(request["scan"]), request["skip"], self._announce, request["contained"])
+        return scan.scan(
+            _targets(request["scan"]),
+            request["skip"],
+            self._announce,
+            request["contained"],
+            request["plain"],
+        )
 
     def _check(self, pid: int, nodes: list[list[Any]]) -> dict[str, Any]:
         self._announce(pid)

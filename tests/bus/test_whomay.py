@@ -204,7 +204,18 @@ def test_a_control_plane_reaps_only_for_leases_of_its_own(cast: _Cast) -> None:
 
 def test_a_holder_outside_the_group_sees_only_its_own(service: Service, cast: _Cast) -> None:
     mine = Holder(pid=4242, start=7, uids=(OUTSIDER,) * 4, comm="x", since=1)
-    theirs = Holder(pid=4243, start=8, uids=(MEMBER,) * 4, exe="/bin/y", comm="y", since=2, mapped=True)
+    container = "0123456789abcdef" * 4
+    theirs = Holder(
+        pid=4243,
+        start=8,
+        uids=(MEMBER,) * 4,
+        exe="/bin/y",
+        comm="y",
+        cgroup=f"/docker/{container}",
+        since=2,
+        mapped=True,
+        evidence={"path": "/dev/x"},
+    )
     service.hold(HELD, mine, theirs)
     path = names.device_path(HELD)
     seen = cast.clients["outsider"].call(path, names.DEVICE, "GetHolders")
@@ -218,9 +229,13 @@ def test_a_holder_outside_the_group_sees_only_its_own(service: Service, cast: _C
         "exe": "/bin/y",
         "comm": "y",
         "unit": "",
+        "container": f"docker:{container}",
+        "pod": "",
         "since": 0,
         "mapped": True,
+        "role": "outsider",
         "lease": "/",
+        "evidence": {"path": "/dev/x"},
     }
 
 

@@ -335,10 +335,17 @@ def test_holders_and_reap(ctl: Ctl) -> None:
         wait_state(ctl, "npu-0", "occupied")
         wait_until(lambda: len(ctl.json("holders", "npu-0")) == 3)
         rows = ctl.json("holders", "npu-0", "npu-1")
-        assert {(row["device"], row["pid"], row["uid"], row["comm"]) for row in rows} == {
-            ("npu-0", one.pid, 0, "sleep") for one in holders
+        assert {
+            (row["device"], row["pid"], row["uid"], row["user"], row["comm"], row["role"]) for row in rows
+        } == {("npu-0", one.pid, 0, "root", "sleep", "outsider") for one in holders}
+        assert [row["evidence"] for row in rows] == [{"descriptors": "1", "path": node["path"]}] * 3
+        heads, *lines = ctl("holders", "npu-0").out.splitlines()
+        assert heads.split() == ["DEVICE", "PID", "USER", "ROLE", "COMMAND", "EXECUTABLE", "SINCE"]
+        assert {tuple(line.split()[:5]) for line in lines} == {
+            ("npu-0", str(one.pid), "root", "outsider", "sleep") for one in holders
         }
-        assert str(holders[0].pid) in ctl("holders", "npu-0").out
+        shown = ctl("holders", "npu-0", "--evidence").out
+        assert f"npu-0, pid {holders[0].pid}:\n  descriptors: 1\n  path: {node['path']}\n" in shown
         wrong = ctl("reap", "npu-0", "--pid", str(os.getpid()), code=1)
         assert f"no holder of npu-0 has pid {os.getpid()}" in wrong.err
         assert f"held: pid {holders[0].pid} sleep of uid 0" in wrong.err

@@ -22,6 +22,9 @@ E = TypeVar("E")
 #: A uid that nobody else on the machine has.
 STRANGER = 54321
 
+#: What a child opens that is to hold nothing.
+NOWHERE = "/dev/null"
+
 #: How a child gets hold of argv[1]; afterwards it says so and stays until its stdin ends.
 _SCRIPT = """
 import ctypes, mmap, os, sys, threading
@@ -180,7 +183,11 @@ class Rig:
     def __init__(self, **options: Any) -> None:
         self.events: list[Event] = []
         self.protected: set[int] = set()
-        self.edge = HolderEdge(self.events.append, now, lambda: self.protected, **options)
+        self.main_pids: dict[str, int] = {}
+        self.edge = HolderEdge(self.events.append, now, lambda: self.protected, self._main_pid, **options)
+
+    async def _main_pid(self, unit: str) -> int:
+        return self.main_pids.get(unit, 0)
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of one kind so far."""

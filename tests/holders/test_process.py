@@ -15,10 +15,8 @@ from hetero_agent.core.model import Binding, ProcessRef
 from hetero_agent.core.ports import ProcessFacts
 from hetero_agent.holders import process
 from hetero_agent.holders.process import identify
-from tests.holders.holding import STRANGER, Child, Rig, as_user, holding, now, with_rig
+from tests.holders.holding import NOWHERE, STRANGER, Child, Rig, as_user, holding, now, with_rig
 from tests.support.wait import wait_until
-
-NOWHERE = "/dev/null"
 
 
 def bound(child: Child) -> Binding:
@@ -28,7 +26,10 @@ def bound(child: Child) -> Binding:
 
 def test_facts_of_a_process() -> None:
     with holding(NOWHERE, "none", as_user(STRANGER)) as child:
-        assert identify(child.pid) == ProcessFacts(ProcessRef(child.pid, child.start), (STRANGER,) * 4, unit="")
+        found = identify(child.pid)
+        assert found is not None
+        assert Path(f"/proc/{child.pid}/cgroup").read_text().splitlines()[-1].endswith(found.cgroup)
+        assert found == ProcessFacts(ProcessRef(child.pid, child.start), (STRANGER,) * 4, "", found.cgroup)
 
 
 def test_all_four_uids_are_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,37 +19,51 @@ from hetero_agent.holders import scanner
 from hetero_agent.holders.scan import boottime
 from hetero_agent.workers import host, process
 from tests.holders.holding import (
+    STRANGER,
     Rig,
     alive,
+    as_user,
     console,
     file_node,
     holding,
     record,
     with_rig,
 )
+from tests.support.cgroup import control_group
 from tests.support.freezer import Freezer, freezing
+from tests.support.process import scratch
 from tests.support.wait import wait_until, wait_until_async
 
 _HOOKED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from hetero_agent.holders import scan, worker
-real = scan.Walk.inspect_open
-def inspect(walk, pid, base):
+from hetero_agent.holders import evidence, scan, worker
+def block(pid):
     # as if reading this process blocked: no real one can be made to, from outside the kernel
     if pid == int(open(sys.argv[2]).read()):
         os.open(sys.argv[3], os.O_RDONLY)
-    return real(walk, pid, base)
-scan.Walk.inspect_open = inspect
+if WHAT == "process":
+    real = scan.Walk.inspect_open
+    def inspect(walk, pid, base):
+        block(pid)
+        return real(walk, pid, base)
+    scan.Walk.inspect_open = inspect
+else:
+    def of_descriptors(base, names):
+        block(int(os.readlink(f"/proc/self/fd/{base}").rpartition("/")[2]))
+        return {"drm-driver": "lab"}
+    evidence.of_descriptors = of_descriptors
 worker.main(int(sys.argv[4]))
 """
 
 
-def hooked(tmp_path: Path) -> tuple[str, ...]:
-    """A worker that blocks, in an open of a FIFO, at the pid in the file ``who``."""
+def hooked(tmp_path: Path, what: str = "process") -> tuple[str, ...]:
+    """A worker that blocks, in an open of a FIFO, at the pid in the file ``who``: when it reads the
+    process, or its evidence."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "who").write_text("0")
-    command = (sys.executable, "-I", "-S", "-c", _HOOKED, process.PACKAGES)
+    hook = _HOOKED.replace("WHAT", repr(what))
+    command = (sys.executable, "-I", "-S", "-c", hook, process.PACKAGES)
     return (*command, str(tmp_path / "who"), str(tmp_path / "fifo"))
 
 
@@ -76,6 +91,45 @@ def test_a_scan_tells_who_holds_what(tmp_path: Path) -> None:
         with holding(node.path):
             fourth = await rig.scan(a=(node,))
             assert fourth.devices["a"].holders[0].since >= fourth.started
+
+    with_rig(test)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that other users can enter."""
+    path = scratch("holders")
+    yield path
+    shutil.rmtree(path)
+
+
+def test_the_uid_of_a_service_is_that_of_its_main_process(public: Path) -> None:
+    """What cron runs for others lies in cron's control group, and has their uids."""
+    node = file_node(public / "a")
+    unit = "hetero-agent-test.service"
+
+    async def test(rig: Rig) -> None:
+        with (
+            control_group(f"/system.slice/{unit}", "/user.slice") as (service, user),
+            holding(node.path, before=as_user(STRANGER)) as main,
+            holding(node.path, before=as_user(STRANGER + 1)) as other,
+            holding(node.path, before=as_user(STRANGER)) as outside,
+        ):
+            for child in (main, other):
+                service.add(child.pid)
+            user.add(outside.pid)
+            for known, uid in ((0, -1), (outside.pid, -1), (main.pid, STRANGER)):
+                rig.main_pids[unit] = known
+                scanned = await rig.scan(a=(node,))
+                shown = {one.pid: (one.cgroup, one.service_uid) for one in scanned.devices["a"].holders}
+                assert shown == {
+                    main.pid: (service.path, uid),
+                    other.pid: (service.path, uid),
+                    outside.pid: (user.path, -1),
+                }
+            rig.main_pids.clear()  # systemd need not be asked again
+            scanned = await rig.scan(a=(node,))
+            assert {one.service_uid for one in scanned.devices["a"].holders} == {STRANGER, -1}
 
     with_rig(test)
 
@@ -176,6 +230,29 @@ def test_a_process_that_blocks_the_reader_is_left_out(tmp_path: Path) -> None:
         assert blocking.pid not in [pid for pid, _ in gone.devices["a"].uninspected]
         assert rig.edge.stats()["blocked"] == {}
         assert rig.worker == worker
+
+    with_rig(test, deadline=0.2, command=command)
+
+
+def test_evidence_that_blocks_the_reader_is_done_without(tmp_path: Path) -> None:
+    """A GPU that hangs may never answer what a process has of it: the process holds it all the same."""
+    node = file_node(tmp_path / "a")
+    command = hooked(tmp_path, "evidence")
+
+    async def test(rig: Rig) -> None:
+        with holding(node.path) as child, holding(node.path) as other:
+            (tmp_path / "who").write_text(str(child.pid))
+            scanned = await rig.scan(a=(node,))
+            assert scanned.failed == ""
+            assert not {child.pid, other.pid} & {pid for pid, _ in scanned.devices["a"].uninspected}
+            shown = {holder.pid: dict(holder.evidence) for holder in scanned.devices["a"].holders}
+            plain = {"descriptors": "1", "path": node.path}
+            assert shown == {child.pid: plain, other.pid: {**plain, "drm-driver": "lab"}}
+            assert rig.edge.stats()["blocked"] == {}
+            # the next one doesn't wait for it again
+            again = await rig.scan(a=(node,))
+            assert again.at.boot - again.started < 200_000
+            assert {holder.pid for holder in again.devices["a"].holders} == {child.pid, other.pid}
 
     with_rig(test, deadline=0.2, command=command)
 
