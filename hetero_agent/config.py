@@ -62,10 +62,22 @@ class ReclaimTable:
     pid_namespace: str = "host"
     system_holders: tuple[str, ...] = (
         "nvidia-persistenced.service",
-        "display-manager.service",
+        "nvidia-fabricmanager.service",
+        "nvidia-powerd.service",
+        "nvidia-dcgm.service",
+        "dcgm.service",
+        "rdc.service",
+        "xpum.service",
+        "opensm.service",
+        "ibacm.service",
+        "systemd-logind.service",
         "gdm.service",
+        "gdm3.service",
         "sddm.service",
         "lightdm.service",
+        "lxdm.service",
+        "xdm.service",
+        "greetd.service",
     )
 
 
