@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(os.environ.get("HETERO_AGENT_LAB_CACHE", "/var/cache/hetero-agent-lab")) / "vm"
+from tests.system.image import CACHE
+
+ROOT: Final = CACHE / "vm"
 _KEPT: Final = 2
 
 
@@ -42,6 +44,11 @@ def _locked() -> Iterator[None]:
     with (ROOT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def has(name: str, key: str) -> bool:
+    """Tell whether the directory NAME-KEY is there."""
+    return (ROOT / f"{name}-{key}").exists()
 
 
 def obtain(name: str, key: str, make: Callable[[Path], None]) -> Path:

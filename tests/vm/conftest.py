@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from tests.vm.qemu import remove_directory
 @pytest.fixture(scope="session")
 def system() -> Path:
     """The booted machine in the cache; the first run makes it, which takes minutes."""
+    if os.geteuid() != 0:
+        pytest.exit("the lab makes disks with the files of many users: run it as root", 2)
+    saved.sweep()
     return saved.system()
 
 

@@ -1,7 +1,7 @@
 """Disk, kernel and initrd of the virtual machine, made from Debian's archive; nothing is installed here.
 
-The root file system is mmdebstrap's, the kernel Debian's package unpacked, the agent the package of
-this checkout, with profiles for the machine's devices (`guest/profiles`).
+The root file system is that of `tests.system`, the kernel Debian's package unpacked, the agent the
+package of this checkout, with profiles for the machine's devices (`guest/profiles`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from typing import Final
 
 from tests.vm import cache
 
-SUITE: Final = "bookworm"
 GUEST: Final = Path(__file__).with_name("guest")
-
-#: What the guest has beside mmdebstrap's minimum: an init system, and what the agent depends on.
-PACKAGES: Final = (
-    "systemd", "systemd-sysv", "dbus", "udev", "kmod", "iproute2", "procps", "rdma-core",
-    "python3", "python3-dbus-next", "python3-pyroute2", "python3-pyudev", "python3-sdnotify",
-    "python3-systemd",
-)  # fmt: skip
 
 #: Modules that the guest has, with those that they need.
 MODULES: Final = (
@@ -41,9 +33,6 @@ _MASKED: Final = (
     "fstrim.timer", "systemd-pstore.service", "systemd-rfkill.socket",
 )  # fmt: skip
 
-#: Documentation and translations stay out.
-_LEFT_OUT: Final = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*")
-
 
 def _run(*command: str | Path, cwd: Path | None = None) -> str:
     done = subprocess.run(
@@ -57,48 +46,41 @@ def _run(*command: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-# -- the parts that change seldom ------------------------------------------------------------------
-def base() -> Path:
-    """Return the root file system without the agent, as a tar file."""
-    parts = (SUITE, *PACKAGES, *_LEFT_OUT)
-    return cache.obtain("base", cache.digest(parts), _make_base) / "root.tar"
-
-
-def _make_base(where: Path) -> None:
-    _run(
-        "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={','.join(PACKAGES)}",
-        '--aptopt=Acquire::Languages "none"', *(f"--dpkgopt=path-exclude={one}" for one in _LEFT_OUT),
-        SUITE, where / "root.tar",
-    )  # fmt: skip
-
-
-def kernel() -> Path:
-    """Return the directory with Debian's kernel package unpacked."""
+# -- the kernel ---------------------------------------------------------------------------------------
+def _newest_kernel() -> tuple[str, str]:
+    """Return name and version of Debian's kernel package, as apt knows it."""
     needs = _run("apt-cache", "depends", "linux-image-amd64")
     found = re.search(r"Depends: (linux-image-\S+)", needs)
     if found is None:
         raise RuntimeError("apt knows no linux-image-amd64: apt-get update")
-    package = found[1]
-    version = _run("apt-cache", "show", "--no-all-versions", package).partition("Version: ")[2].split()[0]
+    shown = _run("apt-cache", "show", "--no-all-versions", found[1])
+    return found[1], shown.partition("Version: ")[2].split()[0]
+
+
+def kernel() -> Path:
+    """Return the directory with Debian's kernel package unpacked."""
+    newest = _newest_kernel()
+    if not cache.has("kernel", cache.digest(newest)):
+        # the archive keeps only the newest, of which apt may not have heard yet
+        _run("apt-get", "--quiet", "update")
+        newest = _newest_kernel()
 
     def make(where: Path) -> None:
-        _run(
-            "apt-get", "--quiet", "-o", "APT::Sandbox::User=root", "download", f"{package}={version}", cwd=where
-        )
+        asked = ("-o", "APT::Sandbox::User=root", "download", "=".join(newest))
+        _run("apt-get", "--quiet", *asked, cwd=where)
         (file,) = where.glob("*.deb")
         _run("dpkg", "--extract", file, where)
         file.unlink()
 
-    return cache.obtain("kernel", cache.digest((package, version)), make)
+    return cache.obtain("kernel", cache.digest(newest), make)
 
 
 # -- the disk -----------------------------------------------------------------------------------------
 def make(where: Path, root: Path, linux: Path, package: Path) -> None:
-    """Put ``vmlinuz``, ``initrd`` and ``disk`` (ext4) into WHERE, from the results of `base` and `kernel`
-    and the agent's Debian package."""
+    """Put ``vmlinuz``, ``initrd`` and ``disk`` (ext4) into WHERE, from the root file system without the
+    agent, the result of `kernel`, and the agent's Debian package."""
     tree = where / "tree"
-    tree.mkdir()
-    _run("tar", "--extract", "--file", root, "--directory", tree)
+    _run("cp", "--archive", "--no-target-directory", root, tree)
     _modules(tree, linux)
     _settings(tree)
     _agent(tree, package)

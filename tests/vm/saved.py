@@ -7,12 +7,14 @@ memory copy-on-write and writes its disk into a file that goes with it: what is 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from tests.support.wait import wait_until
+from tests.system import image as root_file_system
 from tests.system import product
 from tests.vm import cache, image
 from tests.vm.machine import Machine
@@ -27,17 +29,19 @@ from tests.vm.qemu import (
     remove_directory,
 )
 
+_SCRATCH: Final = "hetero-agent-vm-"
+
 #: Seconds that a boot may take on a busy machine.
 BOOT: Final = 300
 
 
 def system() -> Path:
     """Return the directory of the booted machine; make what is missing."""
-    base, kernel, package = image.base(), image.kernel(), product.package()
+    base, kernel, package = root_file_system.build(), image.kernel(), product.package()
     here = Path(__file__).parent
     version = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=True).stdout
     parts = [
-        base.parent.name, kernel.name, package, version, image.GUEST,
+        base.name, kernel.name, package, version, image.GUEST,
         *(here / name for name in ("image.py", "qemu.py", "saved.py")),
     ]  # fmt: skip
 
@@ -49,7 +53,15 @@ def system() -> Path:
 
 
 def _directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hetero-agent-vm-", dir="/var/tmp"))
+    return Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-", dir="/var/tmp"))
+
+
+def sweep() -> None:
+    """Remove the directories of runs that were killed; their machines ended with them."""
+    for directory in Path("/var/tmp").glob(f"{_SCRATCH}*"):
+        pid = directory.name.removeprefix(_SCRATCH).partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            remove_directory(directory)
 
 
 def wait_for_boot(machine: Machine, timeout: float = BOOT) -> None:
