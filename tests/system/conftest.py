@@ -89,7 +89,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed:
         for one in Machine.running:
             if one.leader:
-                command = ["journalctl", f"--unit={UNIT}", "--lines=100", "--no-hostname", "--output=short-precise"]
+                command = ["journalctl", f"--unit={UNIT}", "--lines=100", "--output=short-precise"]
                 report.sections.append(
                     (f"the agent's log on {one.name}", one.run(*command, check=False).stdout)
                 )
