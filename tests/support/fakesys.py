@@ -1,0 +1,89 @@
+"""A /sys and a /dev of the test's own, in its own mount namespace: real files, that every process sees.
+
+Unlike a mocked one by LD_PRELOAD these are seen by the agent's workers too, and a file can be a FIFO,
+so that its reading hangs.  Device nodes are spare virtual consoles under other names: they can be
+opened, and their numbers are nobody else's.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from tests.support.kmsg import PrivateKmsg
+from tests.support.namespace import mount
+from tests.support.under import run_under
+
+#: Runs a test in a mount namespace of its own.
+in_own_mounts = run_under("unshare", "--mount", "--propagation", "private")
+
+_NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+_FIRST_CONSOLE = 20
+
+
+class FakeSys:
+    """An empty machine: /sys, /dev, /run and the kernel's messages (``kernel``) belong to the test."""
+
+    def __init__(self) -> None:
+        for directory in ("/sys", "/dev", "/run"):
+            mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", directory)
+        for name, number in _NODES.items():
+            os.mknod(f"/dev/{name}", 0o666 | stat.S_IFCHR, os.makedev(*number))
+            Path(f"/dev/{name}").chmod(0o666)
+        Path("/dev/shm").mkdir()
+        Path("/dev/accel").mkdir()
+        Path("/dev/kmsg").touch()
+        Path("/sys/bus/pci/devices").mkdir(parents=True)
+        Path("/sys/class/accel").mkdir(parents=True)
+        Path("/sys/dev/char").mkdir(parents=True)
+        self.kernel = PrivateKmsg()
+        self._count = 0
+
+    def npu(self, address: str, driver: str = "npu", **files: str) -> Path:
+        """Add a processing accelerator at ADDRESS with an accel node; returns its directory in /sys.
+        ``__`` in the name of a file is a slash."""
+        number, self._count = self._count, self._count + 1
+        path = Path(f"/sys/devices/pci0000:00/{address}")
+        given = {
+            "vendor": "0x1e52",
+            "device": "0x401e",
+            "class": "0x120000",
+            "uevent": f"PCI_SLOT_NAME={address}",
+            "power_state": "D0",
+            "power__runtime_status": "active",
+            "power__control": "on",
+            "numa_node": "0",
+            **files,
+        }
+        for name, text in given.items():
+            file = path / name.replace("__", "/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text + "\n")
+        (path / "config").write_bytes(bytes.fromhex("521e1e40"))
+        (path / "subsystem").symlink_to("/sys/bus/pci")
+        self.bind(path, driver)
+        Path(f"/sys/bus/pci/devices/{address}").symlink_to(path)
+        minor = _FIRST_CONSOLE + number
+        child = path / "accel" / f"accel{number}"
+        child.mkdir(parents=True)
+        (child / "uevent").write_text(f"MAJOR=4\nMINOR={minor}\nDEVNAME=accel/accel{number}\n")
+        (child / "subsystem").symlink_to("/sys/class/accel")
+        Path(f"/sys/class/accel/accel{number}").symlink_to(child)
+        Path(f"/sys/dev/char/4:{minor}").symlink_to(child)
+        node = Path(f"/dev/accel/accel{number}")
+        os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(4, minor))
+        node.chmod(0o660)
+        os.chown(node, 0, 44)
+        return path
+
+    def bind(self, path: Path, driver: str) -> None:
+        """Make DRIVER the device's driver."""
+        where = Path(f"/sys/bus/pci/drivers/{driver}")
+        where.mkdir(parents=True, exist_ok=True)
+        (path / "driver").symlink_to(where)
+
+    def hang(self, path: Path, name: str) -> None:
+        """Make reading a file of a device hang."""
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
