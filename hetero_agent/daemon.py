@@ -30,7 +30,7 @@ from hetero_agent.core.effects import Effect
 from hetero_agent.core.events import Happened, Note, Observed
 from hetero_agent.core.governor import KERNEL, Governor
 from hetero_agent.core.model import AuditKind, State
-from hetero_agent.core.world import Settings
+from hetero_agent.core.settings import Settings
 from hetero_agent.discovery.source import KernelSource
 from hetero_agent.engine import Engine, instant
 from hetero_agent.health.alerts import Alerts

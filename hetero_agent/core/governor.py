@@ -69,7 +69,8 @@ from hetero_agent.core.model import (
 from hetero_agent.core.ports import Explanation
 from hetero_agent.core.presence import Presence, evidence_fields
 from hetero_agent.core.returns import Returns
-from hetero_agent.core.world import HISTORY, Settings, World
+from hetero_agent.core.settings import Settings
+from hetero_agent.core.world import HISTORY, World
 from hetero_agent.text import printable
 
 #: The source whose first complete word makes the agent ready.

@@ -76,7 +76,7 @@ from hetero_agent.core.model import (
     State,
 )
 from hetero_agent.core.requests import MEMORY
-from hetero_agent.core.world import Settings
+from hetero_agent.core.settings import Settings
 from tests.core.host import (
     GPU,
     HOUR,

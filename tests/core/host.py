@@ -67,7 +67,7 @@ from hetero_agent.core.model import (
     Role,
     State,
 )
-from hetero_agent.core.world import Settings
+from hetero_agent.core.settings import Settings
 
 #: Microseconds.
 MS = 1_000

@@ -7,7 +7,7 @@ import pytest
 from hetero_agent.core.effects import HealthChanged, PrepareAccess, WatchHealth
 from hetero_agent.core.events import Happened, HealthJudged, Note, ProviderGone
 from hetero_agent.core.model import AuditKind, Health, OnFault, Opinion, Origin
-from hetero_agent.core.world import Settings
+from hetero_agent.core.settings import Settings
 from tests.core.host import GPU, PART, SECOND, Host, card
 
 H = Health

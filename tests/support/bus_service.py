@@ -16,7 +16,7 @@ from hetero_agent.core.effects import Changes, Restored, Terminate
 from hetero_agent.core.events import DeviceScan, Event, Observed, Scanned
 from hetero_agent.core.governor import Governor
 from hetero_agent.core.model import Binding, Cordon, DeviceRecord, Holder, Node
-from hetero_agent.core.world import Settings
+from hetero_agent.core.settings import Settings
 from hetero_agent.engine import Engine, instant
 from hetero_agent.holders.process import identify
 from hetero_agent.providers.registry import Registry
