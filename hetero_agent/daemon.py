@@ -329,7 +329,6 @@ class Daemon:
                 await self.kernel.reload()
                 self.health.listen(self.kernel.symptoms)
             text, priority = "the configuration was read again", 5
-        log.log(logging.ERROR if priority == 3 else logging.INFO, "%s", text)
         self.engine.submit(Note(self.engine.now(), AuditKind.RELOADED, text, priority))
         self.notifier.ready()
         self._tell_status()
