@@ -68,7 +68,7 @@ def environment(lease_id: str, records: Sequence[DeviceRecord]) -> dict[str, str
     env = {}
     for name, values in _values(records).items():
         joining = _joining(name, records)
-        ordered = sorted(values, key=_numerically) if joining.renumbered else values
+        ordered = sorted(values, key=int) if _renumbered(joining, values) else values
         env[name] = joining.prefix + ",".join(ordered)
     env[LEASE_VARIABLE] = lease_id
     env[DEVICES_VARIABLE] = ",".join(record.id for record in records)
@@ -82,8 +82,7 @@ def filtered(records: Sequence[DeviceRecord]) -> dict[str, str]:
     env = {}
     for name, values in _values(records).items():
         joining = _joining(name, records)
-        # what is no number (a MIG device's UUID) means the same everywhere
-        if joining.renumbered and all(value.isdecimal() for value in values):
+        if _renumbered(joining, values):
             env[name] = joining.prefix + ",".join(str(number) for number in range(len(values)))
     return env
 
@@ -101,8 +100,9 @@ def _joining(name: str, records: Sequence[DeviceRecord]) -> Joining:
     return next((record.joining[name] for record in records if name in record.joining), Joining())
 
 
-def _numerically(value: str) -> tuple[int, str]:
-    return (int(value), "") if value.isdecimal() else (0, value)
+def _renumbered(joining: Joining, values: Sequence[str]) -> bool:
+    """What is no number (a MIG device's UUID) means the same everywhere."""
+    return joining.renumbered and all(value.isdecimal() for value in values)
 
 
 def _node_groups(nodes: Iterable[Node]) -> set[int]:

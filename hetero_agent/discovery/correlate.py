@@ -10,13 +10,15 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Final
 
 from hetero_agent import names
 from hetero_agent.core import address
 from hetero_agent.core.model import Attribute, DeviceRecord, Node, Obstacle, Role
+from hetero_agent.discovery import parts
+from hetero_agent.discovery.draft import Draft, Nodes
 from hetero_agent.discovery.facts import ClassDevice, DeviceFacts
 from hetero_agent.discovery.profiles import NodeRule, Profile, fill
 from hetero_agent.text import printable
@@ -38,31 +40,11 @@ _ZEROS = re.compile(r"[0:.-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A record before `finish`: VALUES are what its profile's templates may name."""
-
-    record: DeviceRecord
-    values: Mapping[str, Attribute]
-    env: Mapping[str, str]
-    counted: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Correlated:
     """What one device's facts amount to: its units, and what an administrator should know."""
 
     drafts: tuple[Draft, ...] = ()
     problems: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Nodes:
-    """The nodes that were found, by the rules of the profile."""
-
-    found: list[Node] = field(default_factory=list)
-    by_child: dict[str, Node] = field(default_factory=dict)
-    missing: bool = False
-    problems: list[str] = field(default_factory=list)
 
 
 def correlate(facts: DeviceFacts, profile: Profile) -> Correlated:
@@ -99,30 +81,37 @@ def correlate(facts: DeviceFacts, profile: Profile) -> Correlated:
         mounts=_mounts(profile, values, required=True),
         optional_mounts=_mounts(profile, values, required=False),
     )
-    whole = Draft(record, values, profile.env, counted=obstacle in (Obstacle.NONE, Obstacle.NO_NODE))
-    parts = _parts(facts, profile, whole, nodes)
-    if not parts:
+    whole = Draft(
+        record,
+        values,
+        profile.env,
+        counted=obstacle in (Obstacle.NONE, Obstacle.NO_NODE),
+        group=profile.counted_with or profile.name,
+        order=_number(str(values.get(profile.index_by, ""))) or 0,
+    )
+    units = parts.units_of(facts, profile, whole, nodes)
+    if not units:
         return Correlated((whole,), tuple(nodes.problems))
-    return Correlated((_partitioned(whole, parts), *parts), tuple(nodes.problems))
+    return Correlated((parts.partitioned(whole, units), *units), tuple(nodes.problems))
 
 
 def finish(correlated: Iterable[Correlated]) -> dict[str, DeviceRecord]:
     """Return all records by id, with index and environment filled in.
 
-    The index counts whole devices of one profile in PCI order, those without a working driver
-    left out, as the vendors' runtimes count.  A serial or alias that two devices have names
+    The index counts whole devices of one profile (and of those counted with it) in PCI order, or
+    by the attribute that the profile names, those without a working driver left out, as the
+    vendors' runtimes count.  A serial or alias that two devices have names
     neither; an id that two have (never, by construction) keeps the first.
     """
     drafts = sorted((draft for one in correlated for draft in one.drafts), key=_bus_order)
     serials = Counter(draft.record.serial for draft in drafts)
     aliases = Counter(alias for draft in drafts for alias in {*draft.record.aliases, draft.record.id})
-    indexes: Counter[str] = Counter()
+    indexes = _indexes(drafts)
     records: dict[str, DeviceRecord] = {}
     for draft in drafts:
         record, values = draft.record, dict(draft.values)
         if draft.counted:
-            values["index"] = indexes[record.profile]
-            indexes[record.profile] += 1
+            values["index"] = indexes[record.id]
         env = {name: text for name, form in draft.env.items() if (text := fill(form, values)) is not None}
         records.setdefault(
             record.id,
@@ -134,6 +123,17 @@ def finish(correlated: Iterable[Correlated]) -> dict[str, DeviceRecord]:
             ),
         )
     return records
+
+
+def _indexes(drafts: list[Draft]) -> dict[str, int]:
+    """Return the index of each counted device by its id; DRAFTS are in PCI order."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for draft in sorted(drafts, key=lambda one: one.order):
+        if draft.counted:
+            found[draft.record.id] = counts[draft.group]
+            counts[draft.group] += 1
+    return found
 
 
 def _bus_order(draft: Draft) -> tuple[tuple[int, ...], str]:
@@ -205,8 +205,8 @@ def _numa(facts: DeviceFacts) -> tuple[int, ...]:
 
 
 # -- nodes ------------------------------------------------------------------------------------
-def _nodes(facts: DeviceFacts, profile: Profile) -> _Nodes:
-    nodes = _Nodes()
+def _nodes(facts: DeviceFacts, profile: Profile) -> Nodes:
+    nodes = Nodes()
     for rule in profile.nodes:
         before = len(nodes.found)
         if rule.subsystem:
@@ -221,7 +221,7 @@ def _nodes(facts: DeviceFacts, profile: Profile) -> _Nodes:
     return nodes
 
 
-def _take(facts: DeviceFacts, rule: NodeRule, child: ClassDevice, nodes: _Nodes) -> None:
+def _take(facts: DeviceFacts, rule: NodeRule, child: ClassDevice, nodes: Nodes) -> None:
     """Add a class device's node if /dev has it with the kernel's own number."""
     stat = facts.nodes.get(child.node)
     if stat is None:
@@ -238,7 +238,7 @@ def _take(facts: DeviceFacts, rule: NodeRule, child: ClassDevice, nodes: _Nodes)
     _check_mode(rule, child.node, stat.mode, stat.uid, stat.gid, nodes)
 
 
-def _take_path(facts: DeviceFacts, rule: NodeRule, nodes: _Nodes) -> None:
+def _take_path(facts: DeviceFacts, rule: NodeRule, nodes: Nodes) -> None:
     path = fill(rule.path, facts.told)
     stat = facts.nodes.get(path) if path else None
     if path is None or stat is None:
@@ -255,7 +255,7 @@ def _take_path(facts: DeviceFacts, rule: NodeRule, nodes: _Nodes) -> None:
     _check_mode(rule, path, stat.mode, stat.uid, stat.gid, nodes)
 
 
-def _check_mode(rule: NodeRule, path: str, mode: int, uid: int, gid: int, nodes: _Nodes) -> None:
+def _check_mode(rule: NodeRule, path: str, mode: int, uid: int, gid: int, nodes: Nodes) -> None:
     if rule.role is Role.CONTROL:
         return
     if mode & 0o077 == 0 and uid == 0 and gid == 0:
@@ -270,7 +270,7 @@ def _check_mode(rule: NodeRule, path: str, mode: int, uid: int, gid: int, nodes:
         )
 
 
-def _obstacle(facts: DeviceFacts, profile: Profile, nodes: _Nodes) -> Obstacle:
+def _obstacle(facts: DeviceFacts, profile: Profile, nodes: Nodes) -> Obstacle:
     driver = facts.identity.driver
     # vfio-pci and its vendor variants (mlx5_vfio_pci, nvgrace_gpu_vfio_pci ...)
     if "vfio" in driver:
@@ -303,7 +303,7 @@ def _attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attribute]:
         "kernel-names": ",".join(child.name for child in (*facts.children, *facts.part_children) if child.node),
         "firmware": facts.told.get("firmware", ""),
         "uuid": _uuid(facts),
-        "nvidia-minor": facts.told.get("nvidia-minor", ""),
+        **{key: facts.told.get(key, "") for key in ("nvidia-minor", "davinci-id", "driver-version")},
     }
     if raw.get("subsystem_vendor") and raw.get("subsystem_device"):
         subsystem = (raw["subsystem_vendor"], raw["subsystem_device"])
@@ -400,76 +400,3 @@ def _mounts(
         for mount in profile.mounts
         if mount.required is required
     )
-
-
-# -- partitions -------------------------------------------------------------------------------
-def _parts(facts: DeviceFacts, profile: Profile, whole: Draft, nodes: _Nodes) -> tuple[Draft, ...]:
-    """Make a unit of each class device of a card that has several; the card's place, its number
-    in the KFD topology, else in the order of minors, is the id."""
-    rule = profile.parts
-    if rule is None:
-        return ()
-    here = [
-        child
-        for child in (*facts.children, *facts.part_children)
-        if child.subsystem == rule.subsystem and fnmatchcase(child.name, rule.pattern)
-    ]
-    if len(here) < 2:
-        return ()
-    kfd = {node.render_minor: node for node in facts.kfd if node.render_minor}
-    numbered = all(child.minor in kfd for child in here) and len({kfd[c.minor].partition for c in here}) == len(
-        here
-    )
-    drafts = []
-    for order, child in enumerate(sorted(here, key=lambda one: one.minor)):
-        topology = kfd.get(child.minor)
-        number = topology.partition if numbered and topology else order
-        attributes: dict[str, Attribute] = {
-            key: value for key, value in whole.record.attributes.items() if not key.startswith("memory-f")
-        }
-        attributes |= {"part": number, "kernel-names": child.name}
-        if topology:
-            attributes |= {"kfd-index": topology.index, "kfd-gpu-id": topology.gpu_id}
-        if isinstance(attributes.get("memory-total"), int):
-            del attributes["memory-total"]
-        node = nodes.by_child.get(child.path)
-        controls = tuple(one for one in whole.record.nodes if one.role is Role.CONTROL)
-        blocked = whole.record.obstacle in (Obstacle.VFIO, Obstacle.NO_DRIVER)
-        record = replace(
-            whole.record,
-            id=f"{whole.record.id}-p{number}",
-            resource=_part_resource(rule.resource, attributes, profile),
-            parent=whole.record.id,
-            aliases=(),
-            serial=f"{whole.record.serial}-p{number}" if whole.record.serial else "",
-            nodes=((node,) if node else ()) + controls,
-            attributes=attributes,
-            obstacle=whole.record.obstacle if blocked else Obstacle.NONE if node else Obstacle.NO_NODE,
-        )
-        values = {**whole.values, **attributes, "id": record.id, "serial": record.serial}
-        values["node"] = node.path if node else ""
-        drafts.append(Draft(record, values, whole.env, counted=False))
-    return tuple(drafts)
-
-
-def _part_resource(template: str, attributes: Mapping[str, Attribute], profile: Profile) -> str:
-    filled = (fill(template, attributes) or f"{profile.resource}.part").lower()
-    return filled if names.RESOURCE.fullmatch(filled) else f"{profile.resource}.part"
-
-
-def _partitioned(whole: Draft, parts: tuple[Draft, ...]) -> Draft:
-    """Return the card without nodes of its own: its parts have them.
-
-    What is left is shared by the parts (role ``parent``), so an open proves nothing of the card,
-    and with nothing of its own to grant it is offline while it is partitioned.
-    """
-    taken = {node.path for part in parts for node in part.record.own_nodes}
-    nodes = tuple(
-        replace(node, role=Role.PARENT) if node.role is Role.OWN else node
-        for node in whole.record.nodes
-        if node.path not in taken
-    )
-    attributes = {**whole.record.attributes, "parts": len(parts)}
-    obstacle = whole.record.obstacle or Obstacle.NO_NODE
-    record = replace(whole.record, nodes=nodes, attributes=attributes, obstacle=obstacle)
-    return replace(whole, record=record, counted=False)

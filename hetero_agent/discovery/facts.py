@@ -36,6 +36,22 @@ class KfdNode:
 
 
 @dataclass(frozen=True, slots=True)
+class MigInstance:
+    """A compute instance of an NVIDIA card in MIG mode: its number, that of the GPU instance it is
+    in, and the minor numbers of the capability nodes of both."""
+
+    gpu_instance: int
+    compute_instance: int
+    gpu_capability: int
+    compute_capability: int
+
+    @staticmethod
+    def node(minor: int) -> str:
+        """Return the path of a capability node."""
+        return f"/dev/nvidia-caps/nvidia-cap{minor}"
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """One device that a profile recognised.
 
@@ -61,6 +77,7 @@ class DeviceFacts:
     majors: Mapping[str, frozenset[int]] = field(default_factory=dict)
     told: Mapping[str, str] = field(default_factory=dict)
     kfd: tuple[KfdNode, ...] = ()
+    mig: tuple[MigInstance, ...] = ()
     udev: Mapping[str, str] = field(default_factory=dict)
     serial: str = ""
     asleep: bool = False

@@ -27,7 +27,9 @@ FILES_MAX: Final = 256
 
 #: The sources of facts outside the device's own directory, and the attributes they give.
 FACTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "nvidia-proc": ("nvidia-minor", "firmware", "uuid"),
+    "nvidia-proc": ("nvidia-minor", "firmware", "uuid", "driver-version"),
+    "nvidia-mig": ("gpu-instance", "compute-instance"),
+    "ascend": ("davinci-id",),
     "kfd": ("kfd-index", "kfd-gpu-id", "gfx-target"),
 }
 #: Attributes that every record may have, whatever its profile.
@@ -50,6 +52,7 @@ _ABSOLUTE_OR_NONE = re.compile(f"(?:{_ABSOLUTE.pattern})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _GROUP = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _PLACE = re.compile(r"\{([a-z0-9-]+)\}")
+_PROFILE = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _FILE = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}\.toml")
 _RESOURCE_TEMPLATE = re.compile(r"[a-z0-9.-]{1,63}/[A-Za-z0-9._{}-]{1,63}")
 _OPTIONS = re.compile(r"[a-z]+(,[a-z]+)*|")
@@ -102,16 +105,19 @@ class AttributeRule:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """``[parts]``: class devices that are units of their own when a card has more than one.
+    """``[parts]``: class devices that are units of their own when a card has more than one, or what
+    the source FACTS lists.  ENV are their variables where they differ from the card's.
 
     PLATFORM are the names of platform devices that such class devices hang on instead of the
     card; the KFD topology says whose they are.
     """
 
-    subsystem: str
-    pattern: str
-    platform: str
     resource: str
+    subsystem: str = ""
+    pattern: str = ""
+    platform: str = ""
+    facts: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,8 @@ class Profile:
     facts: tuple[str, ...] = ()
     serial: str = ""
     integrated_devices: tuple[str, ...] = ()
+    counted_with: str = ""
+    index_by: str = ""
     matches: tuple[Match, ...] = ()
     nodes: tuple[NodeRule, ...] = ()
     attributes: Mapping[str, AttributeRule] = field(default_factory=dict)
@@ -202,7 +210,7 @@ class ProfileSet:
     def node_subsystems(self) -> frozenset[str]:
         """The subsystems whose class devices belong to records."""
         found = {rule.subsystem for profile in self.profiles for rule in profile.nodes if rule.subsystem}
-        found |= {one.parts.subsystem for one in self.profiles if one.parts}
+        found |= {one.parts.subsystem for one in self.profiles if one.parts and one.parts.subsystem}
         found |= {
             rule.name_of for profile in self.profiles for rule in profile.attributes.values() if rule.name_of
         }
@@ -327,6 +335,8 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
         facts=facts,
         serial=device.text("serial", "", _RELATIVE, "a path below the device's directory"),
         integrated_devices=device.texts("integrated-devices", _HEX4, "four hex digits, lower case"),
+        counted_with=device.text("counted-with", "", _PROFILE, "the name of a profile"),
+        index_by=device.text("index-by", "", re.compile("|".join(known)), "the name of an attribute"),
         matches=matches,
         nodes=nodes,
         attributes=attributes,
@@ -334,7 +344,7 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
         joining=joining,
         groups=root.texts("groups", _GROUP, "names of groups"),
         mounts=tuple(_mount(table, known) for table in root.tables("mounts")),
-        parts=_parts(root, known),
+        parts=_parts(root, facts, known),
         symptoms=symptoms.parse(root),
     )
     device.done()
@@ -462,16 +472,25 @@ def _mount(table: Table, known: frozenset[str]) -> Mount:
     return Mount(host, container, options, required)
 
 
-def _parts(root: Table, known: frozenset[str]) -> Parts | None:
+def _parts(root: Table, facts: tuple[str, ...], known: frozenset[str]) -> Parts | None:
     if "parts" not in root:
         return None
     table = root.table("parts")
+    env, joining = _env(table.table("env"), known)
     parts = Parts(
-        subsystem=table.text("subsystem", None, _KERNEL_NAME, "a kernel subsystem, as in drm"),
-        pattern=table.text("pattern", None, _KERNEL_NAME, "a kernel name; * ? [] are wildcards"),
-        platform=table.text("platform", "", _KERNEL_NAME, "a name of platform devices; * is a wildcard"),
         resource=table.text("resource", None, _RESOURCE_TEMPLATE, "vendor/class, as in amd.com/gpu.{part}"),
+        subsystem=table.text("subsystem", "", _KERNEL_NAME, "a kernel subsystem, as in drm"),
+        pattern=table.text("pattern", "", _KERNEL_NAME, "a kernel name; * ? [] are wildcards"),
+        platform=table.text("platform", "", _KERNEL_NAME, "a name of platform devices; * is a wildcard"),
+        facts=table.text("facts", "", re.compile("nvidia-mig"), "nvidia-mig"),
+        env=env,
     )
     table.done()
+    if bool(parts.facts) == bool(parts.subsystem) or bool(parts.subsystem) != bool(parts.pattern):
+        raise ProfileError(f"{table.where} has either subsystem and pattern, or facts")
+    if parts.facts and parts.facts not in facts:
+        raise ProfileError(f"{table.where} facts: {parts.facts} is not among the facts of [device]")
+    if joining:
+        raise ProfileError(f"{table.where} env: texts only; how values are joined stands in [env]")
     _check_places(parts.resource, known, f"{table.where} resource")
     return parts

@@ -413,9 +413,12 @@ class KernelSource:
 
     def _with_late_nodes(self) -> Iterable[str]:
         """Return the devices that wait for a node which has come without a uevent (nvidia-modprobe
-        makes its nodes by mknod)."""
+        makes its nodes by mknod), and the cards whose MIG instances came or went."""
         for anchor, facts in self._facts.items():
-            drafts = self._correlated[anchor].drafts
-            waits = len(drafts) == 1 and drafts[0].record.obstacle is Obstacle.NO_NODE
-            if waits and sysfs.missing_node_changed(facts, self._profile_of(facts)):
+            whole, *units = self._correlated[anchor].drafts or (None,)
+            profile = self._profile_of(facts)
+            waits = any(one and one.record.obstacle is Obstacle.NO_NODE for one in units or (whole,))
+            if (waits and sysfs.missing_node_changed(facts, profile)) or (
+                "nvidia-mig" in profile.facts and sysfs.instances_changed(facts)
+            ):
                 yield anchor

@@ -16,13 +16,11 @@ from fnmatch import fnmatchcase
 import pyudev
 
 from hetero_agent.core import address
-from hetero_agent.discovery import reader
+from hetero_agent.discovery import reader, vendors
 from hetero_agent.discovery.facts import ClassDevice, DeviceFacts, KfdNode
 from hetero_agent.discovery.profiles import Identity, Profile, ProfileSet, fill
 
 PCI_DEVICES = "/sys/bus/pci/devices"
-KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
-NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
 
 #: Attributes that are kept by the kernel and don't touch the device.
 _ASLEEP = ("subsystem_vendor", "subsystem_device", "numa_node", "power/runtime_status", "power_state")
@@ -41,6 +39,9 @@ _UDEV = ("ID_PATH", "ID_MODEL_FROM_DATABASE", "ID_VENDOR_FROM_DATABASE")
 #: How deep below a device its class devices are looked for (virtio puts one level between).
 _DEPTH = 3
 _CHILDREN_MAX = 1024
+#: Classes whose devices have others below them: a DFL port (a platform device with a node of its own,
+#: Documentation/fpga/dfl.rst) lies below its card's region.
+_THROUGH = frozenset({"fpga_region"})
 _DEVNAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_.:!+-]+(/[A-Za-z0-9_.:+-]+)*")
 
 
@@ -74,7 +75,14 @@ def missing_node_changed(facts: DeviceFacts, profile: Profile) -> bool:
     on devtmpfs; the device is not touched)."""
     paths = [child.node for child in (*facts.children, *facts.part_children) if child.node]
     paths += [path for rule in profile.nodes if rule.path and (path := fill(rule.path, facts.told))]
+    paths += [one.node(minor) for one in facts.mig for minor in (one.gpu_capability, one.compute_capability)]
     return any(reader.node(path) != facts.nodes.get(path) for path in paths)
+
+
+def instances_changed(facts: DeviceFacts) -> bool:
+    """Tell whether a card has other MIG instances than FACTS say: the driver sends no uevent."""
+    known = {(one.gpu_instance, one.compute_instance) for one in facts.mig}
+    return vendors.mig_names(facts.told.get("nvidia-minor", "")) != known
 
 
 def list_anchors(profiles: ProfileSet) -> Listing:
@@ -159,11 +167,13 @@ def _read_facts(
             if value is not None:
                 extra[name] = value
     pci = identity.name if identity.subsystem == "pci" else ""
-    told = _nvidia(pci) if "nvidia-proc" in profile.facts and pci else {}
-    kfd = _kfd(pci) if "kfd" in profile.facts and pci else ()
+    told = _told(path, pci, profile)
+    kfd = vendors.kfd(pci) if "kfd" in profile.facts and pci else ()
+    mig = vendors.mig(told.get("nvidia-minor", "")) if "nvidia-mig" in profile.facts else ()
     part_children = tuple(_on_platform(profile, kfd, children))
     wanted = [child.node for child in (*children, *part_children) if child.node]
     wanted += [filled for rule in profile.nodes if rule.path and (filled := fill(rule.path, told))]
+    wanted += [one.node(minor) for one in mig for minor in (one.gpu_capability, one.compute_capability)]
     return DeviceFacts(
         path=path,
         identity=identity,
@@ -177,10 +187,20 @@ def _read_facts(
         majors=_majors() if any(rule.major_of for rule in profile.nodes) else {},
         told=told,
         kfd=kfd,
+        mig=mig,
         udev=_udev(children[0].path if identity.subsystem != "pci" and children else path),
         serial=serial,
         asleep=asleep,
     )
+
+
+def _told(path: str, pci: str, profile: Profile) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if "nvidia-proc" in profile.facts and pci:
+        found |= vendors.nvidia(pci)
+    if "ascend" in profile.facts and pci:
+        found |= vendors.ascend(path, pci)
+    return found
 
 
 def _texts(path: str, names: tuple[str, ...]) -> dict[str, str]:
@@ -226,7 +246,12 @@ def _walk(path: str, subsystems: frozenset[str], depth: int) -> Iterator[ClassDe
             for child in reader.entries(below):
                 if reader.link(f"{below}/{child}/subsystem") == name:
                     yield from _class_device(f"{below}/{child}", name)
+        elif name in _THROUGH:
+            for child in reader.entries(below):
+                yield from _walk(f"{below}/{child}", subsystems, depth - 1)
         elif depth > 1 and not address.COMPONENT.fullmatch(name) and _is_device(below):
+            if (own := reader.link(f"{below}/subsystem")) in subsystems:
+                yield from _class_device(below, own)
             yield from _walk(below, subsystems, depth - 1)
 
 
@@ -270,52 +295,6 @@ def _on_platform(
 
 
 # -- outside the device's directory -------------------------------------------------------------
-def _nvidia(pci: str) -> dict[str, str]:
-    """Read /proc/driver/nvidia/gpus/ADDRESS/information (NVIDIA's driver README, "The NVIDIA
-    /proc interface"); the driver answers from memory, whatever the card's power state."""
-    fields = reader.pairs(reader.text(f"{NVIDIA_GPUS}/{pci}/information") or "", ":")
-    found = {
-        "nvidia-minor": fields.get("Device Minor", ""),
-        "uuid": fields.get("GPU UUID", ""),
-        "model": fields.get("Model", ""),
-        "firmware": fields.get("Video BIOS", ""),
-    }
-    if not found["nvidia-minor"].isdecimal():
-        del found["nvidia-minor"]
-    return {key: value for key, value in found.items() if value and "?" not in value and value != "N/A"}
-
-
-def _kfd(pci: str) -> tuple[KfdNode, ...]:
-    """Read the KFD topology (kernel: drivers/gpu/drm/amd/amdkfd/kfd_topology.c): location_id holds
-    pci_dev_id() below and, on a partitioned card, the partition's number in bits 28 to 31."""
-    domain, _, _ = pci.partition(":")
-    found = []
-    index = 0
-    numbers = sorted(int(name) for name in reader.entries(KFD_NODES) if name.isdecimal())
-    for number in numbers:
-        gpu_id = _number(reader.text(f"{KFD_NODES}/{number}/gpu_id"))
-        if gpu_id == 0:
-            continue
-        fields = reader.pairs(reader.text(f"{KFD_NODES}/{number}/properties") or "", " ")
-        location = _number(fields.get("location_id"))
-        if location & 0xFFFF == address.devfn(pci) and _number(fields.get("domain")) == int(domain, 16):
-            found.append(
-                KfdNode(
-                    index=index,
-                    gpu_id=gpu_id,
-                    render_minor=_number(fields.get("drm_render_minor")),
-                    partition=location >> 28,
-                    gfx_target=fields.get("gfx_target_version", ""),
-                )
-            )
-        index += 1
-    return tuple(found)
-
-
-def _number(value: str | None) -> int:
-    return int(value) if value and value.isdecimal() else 0
-
-
 def _majors() -> dict[str, frozenset[int]]:
     """Read /proc/devices: which majors each driver's name has (character and block alike)."""
     found: dict[str, frozenset[int]] = {}

@@ -119,7 +119,11 @@ def test_variables_and_mounts_say_more_in_tables() -> None:
             "drivers = [1]",
             "npu.toml: [device] drivers: expected names of kernel drivers, got 1",
         ),
-        ('drivers = ["npu"]', 'facts = ["npu"]', "[device] facts: expected nvidia-proc or kfd, got npu"),
+        (
+            'drivers = ["npu"]',
+            'facts = ["npu"]',
+            "[device] facts: expected nvidia-proc or nvidia-mig or ascend or kfd, got npu",
+        ),
         ('role = "own"', 'role = "mine"', "[[nodes]] number 1 role: expected own, parent or control, got mine"),
         ('role = "own"', 'role = "control"', '[[nodes]] needs at least one with role = "own"'),
         (
@@ -194,7 +198,10 @@ def test_missing_tables_are_named() -> None:
 def test_shipped_profiles_are_good_and_tried_in_order_of_priority() -> None:
     found = profiles.load(None)
     assert found.problems == ()
-    assert [profile.name for profile in found.profiles] == ["amd", "nvidia", "rdma", "generic"]
+    assert [profile.name for profile in found.profiles] == [
+        "intel-integrated", "amd", "amd-npu", "ascend", "dfl", "habana", "intel", "intel-npu", "nvidia",
+        "rdma", "xilinx", "generic",
+    ]  # fmt: skip
     assert all(names.RESOURCE.fullmatch(profile.resource) for profile in found.profiles)
 
 
@@ -209,7 +216,11 @@ def test_a_file_of_the_same_name_wins_unless_it_is_wrong(tmp_path: Path) -> None
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "README").write_text("not a profile")
     found = profiles.load(tmp_path)
-    assert [profile.name for profile in found.profiles] == ["extra", "amd", "generic", "nvidia"]
+    order = [profile.name for profile in found.profiles]
+    assert order[:3] == ["extra", "intel-integrated", "amd"]
+    # the one that took its place has the default priority, and the one switched off is gone
+    assert order.index("generic") < order.index("habana")
+    assert "rdma" not in order
     assert found.named("generic").resource == "example.org/npu"
     assert found.named("nvidia").resource == "nvidia.com/gpu"
     prefix = f"{tmp_path}/"
@@ -238,7 +249,17 @@ def test_no_directory_is_no_problem(tmp_path: Path) -> None:
         (Identity("pci", "0000:01:00.0", "1002", "740f", "038000"), "amd"),
         (Identity("pci", "0000:01:00.0", "1002", "74a1", "120000"), "amd"),
         (Identity("pci", "0000:01:00.0", "1002", "164e", "030000"), ""),
-        (Identity("pci", "0000:01:00.0", "1da3", "1020", "120000"), "generic"),
+        (Identity("pci", "0000:01:00.0", "1da3", "1020", "120000"), "habana"),
+        (Identity("pci", "0000:01:00.0", "1e52", "401e", "120000"), "generic"),
+        (Identity("pci", "0000:03:00.0", "8086", "56c0", "038000"), "intel"),
+        (Identity("pci", "0000:00:02.0", "8086", "7d55", "030000"), "intel-integrated"),
+        (Identity("pci", "0000:00:0b.0", "8086", "7d1d", "120000"), "intel-npu"),
+        (Identity("pci", "0000:c5:00.1", "1022", "1502", "118000", driver="amdxdna"), "amd-npu"),
+        (Identity("pci", "0000:c5:00.1", "1022", "1502", "118000"), ""),
+        (Identity("pci", "0000:c1:00.0", "19e5", "d802", "120000"), "ascend"),
+        (Identity("pci", "0000:01:00.1", "10ee", "5001", "120000", driver="xocl"), "xilinx"),
+        (Identity("pci", "0000:01:00.0", "10ee", "5000", "120000", driver="xclmgmt"), "generic"),
+        (Identity("pci", "0000:01:00.0", "8086", "0b30", "120000", driver="dfl-pci"), "dfl"),
         (Identity("pci", "0000:01:00.0", "15b3", "1021", "020700"), "rdma"),
         (Identity("pci", "0000:01:00.0", "15b3", "101d", "020000"), ""),
         (Identity("pci", "0000:01:00.0", "15b3", "101d", "020000", entries=frozenset(["infiniband"])), "rdma"),

@@ -232,7 +232,7 @@ def test_roce_and_infiniband_adapters() -> None:
         ("/dev/infiniband/rdma_cm", Role.CONTROL, 10, 121),
     ]
     assert record.serial == "b83f:d203:00aa:0000"
-    assert record.env == {"UCX_NET_DEVICES": "mlx5_0:1"}
+    assert record.env == {"UCX_NET_DEVICES": "mlx5_0:1", "NCCL_IB_HCA": "mlx5_0:1"}
     wanted = {"firmware": "22.36.1010", "port-state": "4: ACTIVE", "link-layer": "Ethernet", "net": "ens1f0np0"}
     assert {key: record.attributes[key] for key in wanted} == wanted
     assert records["0000:5e:00.0"].attributes["link-layer"] == "InfiniBand"

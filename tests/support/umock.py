@@ -35,7 +35,8 @@ class Bed:
 
         self._bed: Any = UMockdev.Testbed.new()
         self.root = Path(self._bed.get_root_dir())
-        (self.root / "sys/bus/pci/devices").mkdir(parents=True)
+        for path in ("sys/bus/pci/devices", "sys/dev/char"):
+            (self.root / path).mkdir(parents=True)
 
     def real(self, path: str) -> Path:
         """Where PATH really lies."""
@@ -81,6 +82,14 @@ class Bed:
         path = str(self._bed.add_device(subsystem, below, parent, ["dev", number] if node else [], properties))
         if node:
             self.node(node, number)
+        return path
+
+    def bus_device(self, parent: str, subsystem: str, name: str, node: str, number: str) -> str:
+        """Add a device of a bus below PARENT that has a node of its own."""
+        major, _, minor = number.partition(":")
+        properties = ["DEVNAME", f"/dev/{node}", "MAJOR", major, "MINOR", minor]
+        path = str(self._bed.add_device(subsystem, name, parent, ["dev", number], properties))
+        self.node(node, number)
         return path
 
     def node(self, node: str, number: str, mode: int = 0o660, group: int = 44) -> None:
