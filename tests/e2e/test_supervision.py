@@ -133,7 +133,7 @@ def test_reload_takes_a_good_config_and_keeps_the_old_for_a_bad_one(
         agent.write_config("[limits]\nleases = 'many'\n")
         agent.reload()
         assert root.properties(names.ROOT, names.MANAGER)["MaxLeases"] == 17
-        assert "leases: expected a number" in agent.log
+        wait_until(lambda: "leases: expected a number" in agent.log, 5, "the audit of the bad configuration")
         with pytest.raises(CallError) as caught:
             root.allocate("r1", "example.com/none")
         assert caught.value.name == "NotFound"
