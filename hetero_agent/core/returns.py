@@ -241,19 +241,23 @@ class Returns:
         sharers = self.sharers(device)
         if not sharers:
             return found
-        leases = [
-            (self.world.leases[one.lease], self._kin(self.world.leases[one.lease]))
-            for one in sharers
-            if in_hands(one) and one.lease in self.world.leases
-        ]
+        leases = self._leases_of(sharers)
         found = tuple(
             holder for holder in found if not any(belongs(holder, lease, kin) for lease, kin in leases)
         )
         mine = self.world.debts.get(device.id)
-        last = max(
+        return () if self._owed_last(sharers) > (mine.since if mine else -1) else found
+
+    def _leases_of(self, sharers: list[Device]) -> list[tuple[Lease, frozenset[ProcessRef]]]:
+        """The live leases that have them, each with the processes that were seen to be its."""
+        leases = [self.world.leases.get(one.lease) for one in sharers if in_hands(one)]
+        return [(lease, self._kin(lease)) for lease in leases if lease is not None]
+
+    def _owed_last(self, sharers: list[Device]) -> int:
+        """When the last of their leases ended that has something to return, -1 for none."""
+        return max(
             (self.world.debts[one.id].since for one in sharers if one.id in self.world.debts), default=-1
         )
-        return () if last > (mine.since if mine else -1) else found
 
     def sharers(self, device: Device) -> list[Device]:
         """Other devices of the same card that have one of its own nodes too."""
@@ -379,18 +383,24 @@ class Returns:
         if lease is None or device.state is State.LOST:
             return
         kin = self._kin(lease)
-        own, strangers = set(), []
+        sharers = self.sharers(device)
+        others = self._leases_of(sharers)
+        leftovers = self._owed_last(sharers) >= 0
+        own, strangers, seen = set(), [], []
         for holder in scan.holders:
             if belongs(holder, lease, kin):
                 own.add(holder.ref)
             elif not is_system(holder, world.settings.system_holders):
+                if leftovers or any(belongs(holder, other, known) for other, known in others):
+                    continue  # on the shared node, but not for this device
                 strangers.append(holder)
+            seen.append(holder)
         entry = (lease.id, device.id)
         told = self._strangers.get(entry, frozenset())
         world.assign(self._known, entry, frozenset(own))
         world.assign(self._strangers, entry, frozenset(holder.ref for holder in strangers))
         since = {holder.ref: holder.since for holder in device.holders}
-        holders = tuple(replace(one, since=since.get(one.ref, one.since)) for one in scan.holders)
+        holders = tuple(replace(one, since=since.get(one.ref, one.since)) for one in seen)
         if holders != device.holders or device.system:
             world.put_device(replace(device, holders=holders, system=()))
         for holder in strangers:

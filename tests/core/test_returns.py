@@ -403,6 +403,29 @@ def test_a_holder_on_a_shared_node_is_the_live_leases() -> None:
     assert host.state("s1") == "idle"
 
 
+def test_nobody_is_an_intruder_on_a_node_by_another_share() -> None:
+    host = shares()
+    first = host.use("v/s", binding=Binding(pid=ProcessRef(10, 1)), devices=("s1",))
+    second = host.use("v/s", binding=Binding(pid=ProcessRef(20, 1)), devices=("s2",))
+    both = [holder(10), holder(20), holder(11, ancestors=(10,))]
+    host.scan({"s1": both, "s2": both})
+    assert host.of(ConflictSeen) == []
+    assert [one.pid for one in host.device("s2").holders] == [20]
+    stranger = [*both, holder(30)]
+    host.scan({"s1": stranger, "s2": stranger})
+    assert [(one.kind, one.lease) for one in host.of(ConflictSeen)] == [
+        ("intruder", first.id),
+        ("intruder", second.id),
+    ]
+    # what is left of one is the other's no more than before
+    host.do(OwnerGone(host.later(), first.id, "pid"))
+    left = [holder(20), holder(11, ancestors=(1,))]
+    host.scan({"s1": left, "s2": left})
+    assert host.of(ConflictSeen) == []
+    assert [one.pid for one in host.device("s1").holders] == [11]
+    assert [one.pid for one in host.device("s2").holders] == [20]
+
+
 @pytest.mark.parametrize("confirm", [True, False])
 def test_shares_of_a_node_need_to_know_whose_processes_are_whose(confirm: bool) -> None:
     host = shares()
