@@ -20,6 +20,9 @@ MEMBER = 2
 OTHER_MEMBER = 9
 OUTSIDER = 65534
 
+#: How the daemon is started.
+DAEMON = (PYTHON, "-m", "hetero_agent.daemon")
+
 #: What every agent of a test is told unless the test says otherwise; {directory} is its own.
 CONFIG = """
 [agent]
@@ -47,6 +50,8 @@ class AgentProcess(Program):
 
     CONFIG is TOML, with ``{directory}`` replaced by the agent's scratch directory; PROFILES maps
     file names to TOML; SOURCES is ``kernel`` or ``none``; WATCHDOG is WATCHDOG_USEC in seconds.
+    PROGRAM is how it is started, before the daemon's own arguments; another may be set for the next
+    start.
     """
 
     title = "agent"
@@ -61,9 +66,11 @@ class AgentProcess(Program):
         arguments: Sequence[str] = (),
         watchdog: float | None = None,
         audit: str = "stderr",
+        program: Sequence[str] = DAEMON,
     ) -> None:
         super().__init__()
         self.bus = bus
+        self.program = tuple(program)
         self.sources = sources
         self.audit = audit
         self.arguments = tuple(arguments)
@@ -98,9 +105,7 @@ class AgentProcess(Program):
         self._ready_seen = len(self.notify.messages)
         self.launch(
             [
-                PYTHON,
-                "-m",
-                "hetero_agent.daemon",
+                *self.program,
                 "--config",
                 str(self.config_path),
                 "--profiles",

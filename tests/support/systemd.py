@@ -26,10 +26,12 @@ POLICY = f"""
 
 
 class FakeSystemd:
-    """Owns systemd's name on BUS; UNITS maps unit names to (ActiveState, InvocationID in hex)."""
+    """Owns systemd's name on BUS; UNITS maps unit names to (ActiveState, InvocationID in hex),
+    MAIN_PIDS those of services to their main process."""
 
     def __init__(self, bus: PrivateBus) -> None:
         self.units: dict[str, tuple[str, str]] = {}
+        self.main_pids: dict[str, int] = {}
         self.subscribed = 0
         self.mute = False
         self._loop = asyncio.new_event_loop()
@@ -56,12 +58,13 @@ class FakeSystemd:
                 return Message.new_error(message, NAME + ".NoSuchUnit", f"Unit {name} not loaded.")
             return Message.new_method_return(message, "o", [self.path(name)])
         if message.member == "Get":
-            state, invocation = next(
-                value for name, value in self.units.items() if self.path(name) == message.path
+            name, (state, invocation) = next(
+                one for one in self.units.items() if self.path(one[0]) == message.path
             )
             values = {
                 "ActiveState": Variant("s", state),
                 "InvocationID": Variant("ay", bytes.fromhex(invocation)),
+                "MainPID": Variant("u", self.main_pids.get(name, 0)),
             }
             return Message.new_method_return(message, "v", [values[message.body[1]]])
         return Message.new_error(message, "org.freedesktop.DBus.Error.UnknownMethod", "no")
