@@ -1,4 +1,4 @@
-"""The verbs on leases: allocate, confirm, release, explain."""
+"""The verbs on leases: allocate, confirm, manifest, release, explain."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from hetero_agent.client import Client
 
 
+#: The forms of a manifest.
+FORMATS = ("env", "json", "podman", "systemd")
+
+
 def register(verbs: Verbs) -> None:
     """Add the verbs."""
     parser = verbs.add("allocate", "lease devices, to be confirmed, used and released by hand", allocate)
@@ -41,6 +45,15 @@ def register(verbs: Verbs) -> None:
     parser = verbs.add("confirm", "take a lease into use, bind it, or renew it", confirm)
     parser.add_argument("lease", metavar="LEASE")
     binding_options(parser)
+
+    parser = verbs.add("manifest", "print what a lease gives, in the form that its user reads", manifest)
+    parser.add_argument("lease", metavar="LEASE")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="env",
+        help="env (default): for sh and EnvironmentFile=; json; podman: arguments of run; systemd: a drop-in",
+    )
 
     parser = verbs.add("release", "give leases back", release)
     parser.add_argument("leases", nargs="*", metavar="LEASE")
@@ -114,6 +127,24 @@ async def confirm(client: Client, args: argparse.Namespace, out: Printer) -> int
     else:
         end = f", ends in {until(lease.deadline_boottime)} unless confirmed again" if lease.deadline else ""
         out.line(f"lease {short(lease.id)} is {lease.state}{end}")
+    return exitcodes.OK
+
+
+async def manifest(client: Client, args: argparse.Namespace, out: Printer) -> int:
+    """Print the manifest of a lease."""
+    from hetero_agent.cli import forms  # noqa: PLC0415
+
+    found = await client.manifest(args.lease)
+    if args.format == "json" or (out.as_json and args.format == "env"):
+        out.document(found.raw)
+        return exitcodes.OK
+    make = {"env": forms.shell, "podman": forms.podman, "systemd": forms.systemd}[args.format]
+    lines = make(found)
+    if out.as_json:
+        out.document(lines)
+    else:
+        for line in lines:
+            out.line(line)
     return exitcodes.OK
 
 

@@ -13,10 +13,14 @@ from typing import Any, Final
 DEVICE_VARIABLES: Final = frozenset(
     {
         "AMD_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "ASCEND_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",
         "CUDA_VISIBLE_DEVICES",
         "FURIOSA_DEVICES",
         "GPU_DEVICE_ORDINAL",
+        "HABANA_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",
         "HIP_VISIBLE_DEVICES",
         "MLU_VISIBLE_DEVICES",
         "MUSA_VISIBLE_DEVICES",
@@ -30,6 +34,7 @@ DEVICE_VARIABLES: Final = frozenset(
         "TPU_VISIBLE_CHIPS",
         "TPU_VISIBLE_DEVICES",
         "ZE_AFFINITY_MASK",
+        "ZE_ENABLE_PCI_ID_DEVICE_ORDER",
     }
 )
 _FAMILIES = re.compile(
@@ -47,7 +52,9 @@ class Manifest:
     """The manifest of a lease (design section 7).
 
     NODES are (device, path, role, kind, major, minor); MOUNTS (host, container, options);
-    CONFIRM_BY_BOOTTIME is microseconds of CLOCK_BOOTTIME, 0 once confirmed.  RAW is the whole of it.
+    ENV_FILTERED are the variables of ENV that have other values where a device filter hides all
+    devices but the lease's.  CONFIRM_BY_BOOTTIME is microseconds of CLOCK_BOOTTIME, 0 once
+    confirmed.  RAW is the whole of it.
     """
 
     lease: str
@@ -56,6 +63,7 @@ class Manifest:
     nodes: tuple[tuple[str, str, str, str, int, int], ...]
     mounts: tuple[tuple[str, str, str], ...]
     env: Mapping[str, str]
+    env_filtered: Mapping[str, str]
     groups: tuple[int, ...]
     confirm_by_boottime: int
     raw: Mapping[str, Any]
@@ -70,19 +78,22 @@ class Manifest:
             nodes=tuple(tuple(node) for node in raw.get("nodes", ())),
             mounts=tuple(tuple(mount) for mount in raw.get("mounts", ())),
             env=dict(raw.get("env", {})),
+            env_filtered=dict(raw.get("env-filtered", {})),
             groups=tuple(raw.get("groups", ())),
             confirm_by_boottime=raw.get("confirm-by-boottime", 0),
             raw=raw,
         )
 
-    def variables(self) -> dict[str, str]:
-        """Return the variables that say what the lease is, and those of its devices' vendor."""
+    def variables(self, *, filtered: bool = False) -> dict[str, str]:
+        """Return the variables that say what the lease is, and those of its devices' vendor.
+        FILTERED: for a container or unit in which only the lease's devices can be seen."""
         return {
             "HETERO_LEASE_ID": self.lease,
             "HETERO_RESOURCE": self.resource,
             "HETERO_DEVICES": ",".join(self.devices),
             "HETERO_DEVICE_COUNT": str(len(self.devices)),
             **self.env,
+            **(self.env_filtered if filtered else {}),
         }
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
