@@ -216,7 +216,7 @@ class Mirror:
             record.resource,
             str(device.state),
             str(device.health),
-            device.reason,
+            values.reason_of(device),
             device.cordon is not None,
             names.lease_path(device.lease),
             values.u64(device.since.real),

@@ -10,7 +10,7 @@ from hetero_agent import names
 from hetero_agent.bus.codec import V
 from hetero_agent.bus.decode import OPTIONS
 from hetero_agent.core.containers import container_of
-from hetero_agent.core.model import Attribute, AuditRecord, Binding, Device, Holder, Instant, Lease
+from hetero_agent.core.model import Attribute, AuditRecord, Binding, Device, Health, Holder, Instant, Lease
 from hetero_agent.text import printable
 
 #: A property holds at most 1 KiB (design section 7): what does not fit is cut.
@@ -201,6 +201,12 @@ def holder(one: Holder, role: str, lease: str, now: Instant) -> dict[str, V]:
     }
 
 
+def reason_of(device: Device) -> str:
+    """Return why a device is in its state; if that needs no reason, why it is suspect or unhealthy."""
+    ill = device.health in (Health.SUSPECT, Health.UNHEALTHY)
+    return (device.reason or (device.health_reason if ill else ""))[:MAX_NAME]
+
+
 #: Getters of the properties that a device object has, by name.
 DEVICE: Mapping[str, Callable[[Device, tuple[str, ...]], Any]] = {
     "Id": lambda one, _: one.record.id,
@@ -208,7 +214,7 @@ DEVICE: Mapping[str, Callable[[Device, tuple[str, ...]], Any]] = {
     "Resource": lambda one, _: one.record.resource,
     "State": lambda one, _: str(one.state),
     "Health": lambda one, _: str(one.health),
-    "Reason": lambda one, _: one.reason[:MAX_NAME],
+    "Reason": lambda one, _: reason_of(one),
     "Since": lambda one, _: u64(one.since.real),
     "SinceBoottime": lambda one, _: u64(one.since.boot),
     "Cordoned": lambda one, _: one.cordon is not None,

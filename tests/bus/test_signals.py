@@ -229,6 +229,7 @@ def test_health_event(bus: PrivateBus) -> None:
         assert event.path == names.ROOT
         assert event.body == (PATH, "unhealthy", "fell off the bus", lease, {"xid": "79"})
         wait_until(lambda: _changed(client, PATH).get("Health") == "unhealthy", what="the property")
+        assert _changed(client, PATH)["Reason"] == "fell off the bus"
 
 
 def test_the_other_signals(bus: PrivateBus) -> None:
