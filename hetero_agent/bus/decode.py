@@ -105,7 +105,7 @@ def allocation(identifier: str, resource: str, count: int, given: Mapping[str, V
     if not names.RESOURCE.fullmatch(resource):
         raise invalid(f"resource: {printable(resource, 64)!r} is not vendor/class, like nvidia.com/gpu")
     if not 1 <= count <= 2**31 - 1:
-        raise invalid("count: expected at least 1")
+        raise invalid(f"count: expected 1 to {2**31 - 1}")
     values = keyed("options", given, OPTIONS)
     if values.get("wait"):
         raise Refusal(
@@ -115,8 +115,8 @@ def allocation(identifier: str, resource: str, count: int, given: Mapping[str, V
     if devices and len(devices) != count:
         raise invalid(f"devices: {len(devices)} named for a count of {count}; name exactly as many")
     within = values.get("confirm-within", 0)
-    if within > MAX_CONFIRM_WITHIN:
-        raise invalid(f"confirm-within: at most {MAX_CONFIRM_WITHIN} seconds, or confirm=true")
+    if within > MAX_CONFIRM_WITHIN or ("confirm-within" in values and not within):
+        raise invalid(f"confirm-within: expected 1 to {MAX_CONFIRM_WITHIN} seconds, or confirm=true")
     owner = values.get("owner-uid")
     if owner == 0xFFFFFFFF:
         raise invalid("owner-uid: 4294967295 is no uid")

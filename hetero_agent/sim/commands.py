@@ -145,6 +145,12 @@ def _seconds(value: object, where: str) -> float:
     return float(value)
 
 
+def _time(value: object, where: str) -> float:
+    if not _seconds(value, where):
+        raise SimError(f"{where}: expected more than 0 seconds; without it, until recover")
+    return _seconds(value, where)
+
+
 _id = _matching(names.DEVICE_ID)
 
 #: Verb -> its type, its keys with their checks, and the keys that must be there.
@@ -168,6 +174,6 @@ _VERBS: Final[
     "remove": (Remove, {"id": _id}, ("id",)),
     "fail": (Fail, {"id": _id, "reason": _text(128)}, ("id",)),
     "recover": (Recover, {"id": _id}, ()),
-    "hang": (Hang, {"id": _id, "seconds": _seconds}, ()),
+    "hang": (Hang, {"id": _id, "seconds": _time}, ()),
     "list": (ListDevices, {}, ()),
 }

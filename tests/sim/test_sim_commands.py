@@ -70,6 +70,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"verb": "fail", "id": "n", "reason": 5}, "fail: reason: expected 1 to 128 printable characters, got 5"),
     ({"verb": "hang", "seconds": -1}, "hang: seconds: expected seconds from 0 to 86400"),
     ({"verb": "hang", "seconds": "1"}, "hang: seconds"),
+    ({"verb": "hang", "seconds": 0}, "hang: seconds: expected more than 0 seconds"),
     ({"verb": "list", "id": "n"}, "list: unknown key id; the keys are: none"),
 ]
 
