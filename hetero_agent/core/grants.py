@@ -264,6 +264,13 @@ class Grants:
             known = ", ".join(sorted(world.tally)[:16]) or "none at all"
             text = f"this host has no {printable(resource)}; it has {known}"
             return Explanation("never", text)
+        strangers: list[str] = []
+        if options.devices:
+            called = {name: one for one in members for name in (one.id, *one.record.aliases)}
+            strangers = [name for name in options.devices if name not in called]
+            members = list(
+                {called[name].id: called[name] for name in options.devices if name in called}.values()
+            )
         rows, fitting, reasons = [], 0, dict[str, int]()
         for device in members:
             why = self._unfit(device, options)
@@ -279,8 +286,12 @@ class Grants:
             f"{number} {why}" for why, number in sorted(reasons.items(), key=lambda one: -one[1])[:8]
         )
         text = f"{count} {resource} wanted, {len(choice.devices)} can be granted of {len(members)}"
+        if options.devices:
+            text += " named"
         if counted:
             text += f": {counted}"
+        if strangers:
+            text += f"; there is no {resource} {', '.join(printable(name, 64) for name in strangers[:8])}"
         verdict = "later" if fitting >= count and count <= world.settings.devices_per_lease else "never"
         if verdict == "never":
             text += "; this host can't satisfy it as it is"

@@ -13,6 +13,10 @@ from hetero_agent.core.model import Attribute, Device, Options, Policy
 Key = tuple[int, int, str]
 
 
+#: What an attribute of another type than the device's is called.
+_KINDS: Mapping[type, str] = {int: "number", str: "text", bool: "truth value"}
+
+
 def key_of(device: Device) -> Key:
     """Return the least-allocated order of a device: granted least often, then longest idle."""
     return (device.count, device.since.boot, device.id)
@@ -86,7 +90,8 @@ def mismatch(device: Device, require: Mapping[str, Attribute]) -> str:
         else:
             short = type(has) is not type(wanted) or has != wanted
         if short:
-            return f"{name} is {has}"
+            other = f", not a {_KINDS[type(wanted)]}" if type(has) is not type(wanted) else ""
+            return f"{name} is {str(has).lower() if isinstance(has, bool) else has}{other}"
     return ""
 
 

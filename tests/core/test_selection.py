@@ -133,13 +133,13 @@ CARD = card(
         ({"memory": 80}, ""),
         ({"memory": 40}, ""),
         ({"memory": 81}, "memory is 80"),
-        ({"memory": "80"}, "memory is 80"),
-        ({"memory": True}, "memory is 80"),
+        ({"memory": "80"}, "memory is 80, not a text"),
+        ({"memory": True}, "memory is 80, not a truth value"),
         ({"firmware": "7.1"}, ""),
         ({"firmware": "7"}, "firmware is 7.1"),
         ({"ecc": True, "boot-vga": False}, ""),
-        ({"ecc": False}, "ecc is True"),
-        ({"ecc": 1}, "ecc is True"),
+        ({"ecc": False}, "ecc is true"),
+        ({"ecc": 1}, "ecc is true, not a number"),
         ({"numa-node": 0}, "not on NUMA node 0"),
         ({"nvlink": 4}, "has no attribute nvlink"),
         ({"vendor": "other"}, "vendor is acme"),
@@ -200,6 +200,18 @@ def test_why_not() -> None:
     assert host.governor.explain(GPU, 1, Options()).chosen == ("d5",)
     assert host.governor.explain(GPU, 7, Options()).verdict == "never"
     assert host.governor.resources()[GPU]["allocatable"] == 1
+
+
+def test_named_devices_are_explained_alone() -> None:
+    host = host_of(card("d0", 0), card("d1", 1, aliases=("serial",)), card("d2", 2))
+    host.use(devices=("d1",))
+    found = host.governor.explain(GPU, 1, Options(devices=("serial",)))
+    assert [(one[0], one[3]) for one in found.devices] == [("d1", "in-use")]
+    assert (found.verdict, found.text) == ("later", "1 v/gpu wanted, 0 can be granted of 1 named: 1 in-use")
+    found = host.governor.explain(GPU, 2, Options(devices=("d0", "nope")))
+    assert [one[0] for one in found.devices] == ["d0"]
+    assert found.verdict == "never"
+    assert found.text.startswith("2 v/gpu wanted, 1 can be granted of 1 named; there is no v/gpu nope; ")
 
 
 def test_a_resource_that_is_not_here() -> None:
