@@ -36,16 +36,18 @@ def register(verbs: Verbs) -> None:
 
 async def cordon(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Cordon devices."""
-    for device in args.devices:
-        await client.cordon(device, args.reason)
-    return await _devices(client, args.devices, out, "cordoned")
+    paths = [await client.device_path(device) for device in args.devices]  # all, before one is changed
+    for path in paths:
+        await client.cordon(path, args.reason)
+    return await _devices(client, paths, out, "cordoned")
 
 
 async def uncordon(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Uncordon devices."""
-    for device in args.devices:
-        await client.uncordon(device)
-    return await _devices(client, args.devices, out, "not cordoned any more")
+    paths = [await client.device_path(device) for device in args.devices]
+    for path in paths:
+        await client.uncordon(path)
+    return await _devices(client, paths, out, "not cordoned any more")
 
 
 async def _devices(client: Client, devices: list[str], out: Printer, word: str) -> int:

@@ -4,7 +4,6 @@ that pass through heteroctl to it."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import struct
@@ -182,10 +181,12 @@ def _receive(gate: int) -> dict[bytes, bytes] | None:
 def _execute(arguments: Sequence[str], environment: Mapping[bytes, bytes]) -> int:
     """Become the command, or say why not and return the shell's exit code for it."""
     try:
+        if not arguments[0]:  # which execvpe refuses in another way
+            raise FileNotFoundError
         os.execvpe(arguments[0], list(arguments), environment)  # noqa: S606 (that is what run is for)
     except OSError as error:
-        missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         text = "command not found" if missing else f"can't be executed: {error.strerror}"
-        sys.stderr.write(f"heteroctl: {printable(arguments[0])}: {text}\n")
+        sys.stderr.write(f"heteroctl: {printable(arguments[0]) or repr('')}: {text}\n")
         sys.stderr.flush()
         return exitcodes.NOT_FOUND if missing else exitcodes.NOT_EXECUTABLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 #: Devices that an error names one by one.
 _NAMED = 8
+
+#: States that a device leaves once no process has it open.
+_HELD = ("reclaiming", "occupied", "faulty")
 
 
 @dataclass(eq=False)
@@ -85,7 +89,7 @@ def next_step(error: HeteroError) -> str:
             errors.StoreFailed,
             "is the disk full or read-only? heteroctl doctor, journalctl -u hetero-agent",
         ),
-        (errors.NotSupported, "heteroctl version shows both sides: they may not fit together"),
+        (errors.NotSupported, "heteroctl version shows whether both sides fit together"),
         (errors.Internal, "journalctl -u hetero-agent has the details under the id above"),
     )
     for kind, text in steps:
@@ -133,10 +137,12 @@ def never(answer: Explanation, resource: str) -> Complaint:
 
 
 async def who_holds(client: Client, answer: Explanation) -> tuple[str, ...]:
-    """Return a line for each device that can't be granted: why, and whose lease has it."""
+    """Return lines for each device that somebody has: why it can't be granted, whose lease has it,
+    and the processes that keep it from being granted."""
     from hetero_agent.client import errors  # noqa: PLC0415
 
-    blocked = [one for one in answer.devices if not one.eligible]
+    # an idle one that does not fit is in nobody's hands
+    blocked = [one for one in answer.devices if not one.eligible and one.state != "idle"]
     try:
         leases = {device: lease for lease in await client.leases() for device in lease.devices}
     except errors.HeteroError:
@@ -144,13 +150,21 @@ async def who_holds(client: Client, answer: Explanation) -> tuple[str, ...]:
     out = []
     for one in blocked[:_NAMED]:
         text = f"{one.device} {one.state}"
-        if one.reason and one.reason != one.state:
+        if one.reason.startswith(one.state):  # as it does unless the device doesn't fit at all
+            text = f"{one.device} {one.reason}"
+        elif one.reason:
             text += f" ({one.reason})"
         lease = leases.get(one.device)
         if lease is not None:
             who = f"uid {lease.uid}" + (f", {lease.client}" if lease.client else "")
             text += f", lease {short(lease.id)} of {who}, for {ago(lease.created)}"
         out.append(printable(text, 200))
+        with contextlib.suppress(errors.HeteroError):
+            if one.state in _HELD:
+                out += [
+                    f"  by pid {process.pid} {printable(process.comm, 32)} of uid {process.uid}"
+                    for process in (await client.holders(one.device))[:_NAMED]
+                ]
     if len(blocked) > _NAMED:
         out.append(f"and {len(blocked) - _NAMED} more")
     return tuple(out)

@@ -17,6 +17,7 @@ from hetero_agent.cli.verbs import (
     positive,
     request_of,
     request_options,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def register(verbs: Verbs) -> None:
 
 def uid(text: str) -> int:
     """Read a user id."""
-    value = int(text)
-    if not 0 <= value < 2**32 - 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a uid")
+    value = whole(text)
+    if value is None or not 0 <= value < 2**32 - 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a uid")
     return value
 
 
@@ -161,8 +162,7 @@ async def release(client: Client, args: argparse.Namespace, out: Printer) -> int
         user = os.geteuid()
         given = [one.path for one in await client.leases() if one.alive and user in (0, one.uid)]
     released = []
-    for name in given:
-        path = await client.lease_path(name)
+    for path in [await client.lease_path(name) for name in given]:  # all, before one is released
         released.append({"lease": lease_id_of(path), "changed": await client.release(path)})
     if out.as_json:
         out.document(released)

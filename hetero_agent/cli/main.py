@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetero_agent.cli import admin, doctor, exitcodes, holders, leasing, listing, run, simverbs, watching
-from hetero_agent.cli.table import Printer
+from hetero_agent.cli.table import OutputError, Printer
 from hetero_agent.cli.verbs import Formatter, Verbs, common_options
 from hetero_agent.text import printable
 
@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out the command line ARGUMENTS (default: sys.argv) and return the exit code."""
+    _fill_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = build_parser().parse_args(given)
     if not hasattr(args, "handler"):
@@ -53,11 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = Printer(sys.stdout, args.json)
     try:
         code = _carry_out(args, out)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # the reader has seen enough; keep the interpreter's own flush at exit from failing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        out.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        _drop_output()
         return exitcodes.SIGNAL + 13
+    except OutputError as error:
+        _drop_output()
+        sys.stderr.write(f"heteroctl: can't write the output: {error}\n")
+        return exitcodes.FAILURE
     except KeyboardInterrupt:
         return exitcodes.SIGNAL + 2
     except Exception as error:
@@ -68,6 +72,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"  next: please report it, with what {DEBUG_VARIABLE}=1 makes it print\n")
         return exitcodes.FAILURE
     return code
+
+
+def _fill_closed_streams() -> None:
+    """Take the places of standard streams that were closed for us (``>&-``), lest the bus's socket gets
+    their numbers, and the command of `run` the socket."""
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_WRONLY)
+    if sys.stdout is None:  # as to a closed one, writing fails
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
+
+
+def _drop_output() -> None:
+    """Keep the interpreter's own flush of standard output at exit from failing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _carry_out(args: argparse.Namespace, out: Printer) -> int:

@@ -17,7 +17,7 @@ from hetero_agent import names
 from hetero_agent.cli import exitcodes
 from hetero_agent.cli.complaints import Complaint
 from hetero_agent.cli.table import Printer
-from hetero_agent.cli.verbs import Formatter, Verbs, positive, seconds
+from hetero_agent.cli.verbs import Formatter, Verbs, positive, seconds, whole
 from hetero_agent.text import printable
 
 SOCKET_VARIABLE = "HETERO_SIM_SOCKET"
@@ -51,7 +51,7 @@ def register(verbs: Verbs) -> None:
     add.add_argument("--model", help="its model")
     add.add_argument("--memory", type=positive, metavar="BYTES", help="its memory")
     add.add_argument("--parent", metavar="ID", help="the card that it is a part of")
-    add.add_argument("--numa", type=int, metavar="NODE", help="its NUMA node")
+    add.add_argument("--numa", type=node, metavar="NODE", help="its NUMA node")
     add.add_argument("--serial", help="its serial number (default: made from the id)")
 
     action("remove", "take a device away, as if unplugged").add_argument("id")
@@ -68,6 +68,14 @@ def register(verbs: Verbs) -> None:
     hang.add_argument("--seconds", type=seconds, help="for so long (default: until recover)")
 
     action("list", "list the virtual devices")
+
+
+def node(text: str) -> int:
+    """Read the number of a NUMA node."""
+    value = whole(text)
+    if value is None or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a NUMA node")
+    return value
 
 
 def sim(args: argparse.Namespace, out: Printer) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import time
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TextIO
 
 from hetero_agent.text import printable
@@ -57,6 +58,10 @@ def width(text: str) -> int:
     )
 
 
+class OutputError(Exception):
+    """Standard output can't be written to; the text is the system's reason."""
+
+
 class Printer:
     """Writes to STREAM for a person, or as one JSON document."""
 
@@ -67,7 +72,13 @@ class Printer:
 
     def line(self, text: str = "") -> None:
         """Write one line; TEXT is our own or printable already."""
-        self.stream.write(text + "\n")
+        with _writing():
+            self.stream.write(text + "\n")
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+        with _writing():
+            self.stream.flush()
 
     def paint(self, text: str) -> str:
         """Return TEXT in the colour of the word that it is."""
@@ -76,7 +87,7 @@ class Printer:
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Write ROWS under HEADS in aligned columns; columns without content are left out."""
-        cells = [[printable("" if cell is None else cell, 120) for cell in row] for row in rows]
+        cells = [[_shown(cell, 120) for cell in row] for row in rows]
         used = [
             index for index in range(len(heads)) if not cells or index == 0 or any(row[index] for row in cells)
         ]
@@ -94,13 +105,29 @@ class Printer:
         kept = [(name, value) for name, value in pairs if value not in ("", None, (), [], {})]
         size = max((len(name) for name, _ in kept), default=0)
         for name, value in kept:
-            shown = printable(value, 400)
+            shown = _shown(value, 400)
             self.line(f"{name + ':':<{size + 1}} {self.paint(shown)}")
 
     def document(self, value: Any) -> None:
         """Write VALUE as JSON: indented on a terminal, else one line."""
-        json.dump(jsonable(value), self.stream, indent=2 if self.stream.isatty() else None, ensure_ascii=True)
-        self.stream.write("\n")
+        self.line(json.dumps(jsonable(value), indent=2 if self.stream.isatty() else None, ensure_ascii=True))
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.strerror or str(error)) from error
+
+
+def _shown(value: object, limit: int) -> str:
+    """Return VALUE for a person: nothing for None, yes or no for truth values."""
+    if value is None:
+        return ""
+    return ("yes" if value else "no") if isinstance(value, bool) else printable(value, limit)
 
 
 def jsonable(value: Any) -> Any:

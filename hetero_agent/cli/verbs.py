@@ -166,20 +166,23 @@ def device_name(text: str) -> str:
     return text
 
 
-# -- types of arguments (argparse turns the ValueError's class into "invalid NAME value") ------------
+# -- types of arguments -------------------------------------------------------------------------------
 def positive(text: str) -> int:
     """Read a whole number from 1 on."""
-    value = int(text)
-    if not 1 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    value = whole(text)
+    if value is None or not 1 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {2**32 - 1}")
     return value
 
 
 def seconds(text: str) -> float:
     """Read a number of seconds, 0 or more, a fraction allowed."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
     if not 0 <= value <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {10**9}")
     return value
 
 
@@ -192,4 +195,13 @@ def requirement(text: str) -> tuple[str, str | int | bool]:
         return key, value
     if value in ("true", "false"):
         return key, value == "true"
-    return key, int(value) if value.isascii() and value.isdigit() else value
+    number = whole(value)
+    if number is not None and not -(2**63) <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{value} is larger than any attribute")
+    return key, value if number is None else number
+
+
+def whole(text: str) -> int | None:
+    """Return the whole number that TEXT is, None if it is none."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isascii() and digits.isdigit() and len(digits) <= 20 else None

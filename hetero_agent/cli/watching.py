@@ -50,7 +50,7 @@ async def watch(client: Client, args: argparse.Namespace, out: Printer) -> int:
             if wanted and not _about(event, wanted):
                 continue
             _print(event, out)
-            out.stream.flush()
+            out.flush()
             shown += 1
             if shown == args.max:
                 break

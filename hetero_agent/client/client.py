@@ -253,7 +253,7 @@ class Client:
         ``ttl`` in microseconds).  Raises NotReady, Unavailable, NotFound, LimitExceeded,
         NotAuthorized, InvalidArgument, RequestConflict, RequestSpent, StoreFailed.
         """
-        request_id = request_id or new_request_id()
+        request_id = _named(request_id)
         path, raw = await self._manager(
             "Allocate",
             request_id,
@@ -272,22 +272,22 @@ class Client:
         """
         path = await self.lease_path(lease)
         packed = wire.packed(_dashed(binding), wire.BINDING, "a binding")
-        await self._manager("Confirm", request_id or new_request_id(), path, packed)
+        await self._manager("Confirm", _named(request_id), path, packed)
 
     async def release(self, lease: str, *, request_id: str | None = None) -> bool:
         """Give a lease back; False if it had ended already.  Raises NotFound, NotOwner."""
         path = await self.lease_path(lease)
-        (changed,) = await self._manager("Release", request_id or new_request_id(), path)
+        (changed,) = await self._manager("Release", _named(request_id), path)
         return bool(changed)
 
     # -- administration -----------------------------------------------------------------------
     async def cordon(self, device: str, reason: str, *, request_id: str | None = None) -> None:
         """Keep a device from being granted.  Raises NotAuthorized, NotFound, StoreFailed."""
-        await self._device(device, "Cordon", request_id or new_request_id(), reason)
+        await self._device(device, "Cordon", _named(request_id), reason)
 
     async def uncordon(self, device: str, *, request_id: str | None = None) -> None:
         """Lift a cordon.  Raises NotAuthorized, NotFound, StoreFailed."""
-        await self._device(device, "Uncordon", request_id or new_request_id())
+        await self._device(device, "Uncordon", _named(request_id))
 
     async def reap(
         self, device: str, processes: Sequence[tuple[int, int]], *, request_id: str | None = None
@@ -296,7 +296,7 @@ class Client:
         were signalled.  Raises NotAuthorized, NotFound."""
         path = await self.device_path(device)
         named = [list(process) for process in processes]
-        (ended,) = await self._manager("Reap", request_id or new_request_id(), path, named)
+        (ended,) = await self._manager("Reap", _named(request_id), path, named)
         return int(ended)
 
     async def can(self, what: str) -> str:
@@ -314,9 +314,7 @@ class Client:
     ) -> dict[str, Any]:
         """Open a control plane's session.  Raises ProtocolUnsupported, NotAuthorized, NotSupported."""
         packed = wire.guessed(_dashed(options), "Register")
-        (session,) = await self._manager(
-            "Register", request_id or new_request_id(), protocol_version, name, packed
-        )
+        (session,) = await self._manager("Register", _named(request_id), protocol_version, name, packed)
         return dict(session)
 
     async def reconcile(
@@ -332,7 +330,7 @@ class Client:
             names.lease_path(lease): [names.device_path(device) for device in devices]
             for lease, devices in ledger.items()
         }
-        (rows,) = await self._manager("Reconcile", request_id or new_request_id(), page, pages, paths)
+        (rows,) = await self._manager("Reconcile", _named(request_id), page, pages, paths)
         return [events.Conflict.of("", row) for row in rows]
 
     async def conflicts(self) -> list[events.Conflict]:
@@ -349,9 +347,7 @@ class Client:
         Raises NotAuthorized, ProtocolUnsupported, LimitExceeded.
         """
         packed = wire.guessed(_dashed(options), "RegisterProvider")
-        (got,) = await self._providers(
-            "RegisterProvider", request_id or new_request_id(), protocol_version, name, packed
-        )
+        (got,) = await self._providers("RegisterProvider", _named(request_id), protocol_version, name, packed)
         with _well_formed():
             return Registration(got["protocol-version"], got["epoch"], got["page-size"], got["grace"])
 
@@ -370,7 +366,7 @@ class Client:
         answer, or the first that was not accepted.  Raises NotAuthorized (register first),
         InvalidArgument, LimitExceeded.
         """
-        request_id = request_id or new_request_id()
+        request_id = _named(request_id)
         rows = [wire.packed(device, wire.REPORTED, "a device") for device in devices]
         pages = [rows[start : start + page_size] for start in range(0, len(rows), page_size)] or [[]]
         answer = ReportAnswer(False, version, "")
@@ -396,7 +392,7 @@ class Client:
         """State the health of one of the provider's devices, by id: healthy, suspect, unhealthy,
         unknown.  Raises NotAuthorized, NotFound, InvalidArgument."""
         packed = wire.guessed(evidence or {}, "evidence")
-        await self._providers("ReportHealth", request_id or new_request_id(), device, health, reason, packed)
+        await self._providers("ReportHealth", _named(request_id), device, health, reason, packed)
 
     # -- how ----------------------------------------------------------------------------------
     async def _manager(self, member: str, *body: Any, within: float = CALL_TIMEOUT) -> list[Any]:
@@ -428,3 +424,8 @@ def _well_formed() -> Iterator[None]:
 def _dashed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Python's keyword arguments as the contract's keys; None is the same as not given."""
     return {key.replace("_", "-"): value for key, value in values.items() if value is not None}
+
+
+def _named(request_id: str | None) -> str:
+    """Return the request id given, or a new one; an empty one is the agent's to refuse, not ours to replace."""
+    return new_request_id() if request_id is None else request_id

@@ -116,7 +116,7 @@ def check_text(value: Any) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InvalidArgument(f"{printable(value)!r} is not valid UTF-8") from None
+            raise InvalidArgument(f"'{printable(value)}' is not valid UTF-8") from None
     elif isinstance(value, Variant):
         check_text(value.value)
     elif isinstance(value, dict):

@@ -192,7 +192,9 @@ def test_who_holds_what_is_wanted_is_said(standin: StandIn, ctl: Ctl) -> None:
         "1 of 2 are free",
         ["npu-0", "in-use", False, "in-use"],
         ["npu-1", "idle", True, ""],
-        ["npu-2", "occupied", False, "pid 77 of uid 4"],
+        ["npu-2", "occupied", False, "occupied (held by 1 process)"],
+        ["npu-3", "idle", False, "not on NUMA node 1"],
+        ["npu-4", "in-use", False, "not on NUMA node 1"],
     )
     path = names.lease_path(LEASE)
     leases = {path: {names.LEASE: lease_properties(LEASE, uid=1000, client="train")}}
@@ -201,8 +203,9 @@ def test_who_holds_what_is_wanted_is_said(standin: StandIn, ctl: Ctl) -> None:
         lines = ctl(*verb, code=75).err.splitlines()
         assert lines[0] == "heteroctl: 1 of 2 free"
         assert lines[1].startswith("  held: npu-0 in-use, lease 01234567 of uid 1000, train, for ")
-        assert lines[2] == "  held: npu-2 occupied (pid 77 of uid 4)"
-        assert "--wait" in lines[3]
+        assert lines[2] == "  held: npu-2 occupied (held by 1 process)"
+        assert lines[3] == "  held: npu-4 in-use (not on NUMA node 1)"
+        assert "--wait" in lines[4]
 
 
 @pytest.mark.parametrize("error", ["Unavailable", "NotFound", "LimitExceeded", "InvalidArgument"])

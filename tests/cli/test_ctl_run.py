@@ -182,6 +182,7 @@ def test_a_command_that_can_not_be_executed(ctl: Ctl, place: Path) -> None:
     result = ctl("run", "-r", NPU, "--", "no-such-command-here", code=127)
     assert result.err == "heteroctl: no-such-command-here: command not found\n"
     ctl("run", "-r", NPU, "--", str(place / "none"), code=127)
+    assert ctl("run", "-r", NPU, "--", "", code=127).err == "heteroctl: '': command not found\n"
     plain = place / "plain"
     plain.write_text("text")
     assert "can't be executed: Permission denied" in ctl("run", "-r", NPU, "--", str(plain), code=126).err

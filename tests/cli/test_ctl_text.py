@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,8 @@ def test_moments(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model=100", ("model", "100")),
         ("serial=0042", ("serial", "0042")),
         ("firmware=1.2=x", ("firmware", "1.2=x")),
+        ("offset=-5", ("offset", -5)),
+        ("memory=16G", ("memory", "16G")),
     ],
 )
 def test_requirements_are_what_they_look_like(text: str, read: tuple[str, object]) -> None:
@@ -267,6 +270,34 @@ def test_version_needs_no_agent() -> None:
     assert result.out.splitlines()[0] == f"heteroctl {hetero_agent.__version__}"
     assert result.out.splitlines()[1].startswith("agent unknown: no bus at")
     assert ctl.json("version") == {"heteroctl": hetero_agent.__version__, "agent": None}
+
+
+def test_output_that_cannot_be_written_is_said() -> None:
+    ctl = Ctl("unix:path=/nonexistent/bus")
+    for arguments in (["version"], ["version", "--json"], ["doctor"]):
+        with Path("/dev/full").open("w") as full:
+            process = ctl.spawn(*arguments, stdout=full)
+            _, err = process.communicate(timeout=20)
+        says = "heteroctl: can't write the output: No space left on device\n"
+        assert (process.returncode, err) == (1, says)
+
+
+@pytest.mark.parametrize(
+    ("closed", "out", "err"),
+    [
+        ("<&-", "agent unknown: ", ""),
+        (">&-", "", "heteroctl: can't write the output: Bad file descriptor\n"),
+        ("2>&-", "agent unknown: ", ""),
+        ("<&- >&- 2>&-", "", ""),
+    ],
+)
+def test_closed_streams(closed: str, out: str, err: str) -> None:
+    ctl = Ctl("unix:path=/nonexistent/bus")
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", *ctl.command, "version"]
+    done = subprocess.run(shell, env=ctl.env, cwd="/", capture_output=True, text=True, timeout=20, check=False)
+    assert out in done.stdout
+    assert bool(out) == bool(done.stdout)
+    assert (done.returncode, done.stderr) == (0 if out else 1, err)
 
 
 def test_a_reader_that_leaves_early_is_no_failure_of_ours() -> None:

@@ -207,6 +207,11 @@ def test_allocate_with_one_request_id_is_one_lease(ctl: Ctl) -> None:
     assert "RequestSpent" in allocate(ctl, "--request-id", "once", code=1)["error"]["name"]
 
 
+def test_an_empty_request_id_is_no_request_for_another(ctl: Ctl) -> None:
+    assert "request_id: expected 1 to 128" in ctl("allocate", "-r", NPU, "--request-id", "", code=2).err
+    assert ctl.json("leases") == []
+
+
 def test_allocate_chooses_as_told(ctl: Ctl) -> None:
     def chosen(*options: str) -> list[str]:
         granted = allocate(ctl, *options)
@@ -354,6 +359,9 @@ def test_holders_and_reap(ctl: Ctl) -> None:
         assert [one["pid"] for one in document["named"]] == [holders[0].pid]
         assert holders[0].wait(10) == -signal.SIGTERM
         wait_until(lambda: len(ctl.json("holders", "npu-0")) == 2)
+        refused = ctl("allocate", "-r", NPU, "-d", "npu-0", code=75).err
+        assert f"held:   by pid {holders[1].pid} sleep of uid 0" in refused
+        assert "npu-1" not in refused
         assert "of 2 processes told to end" in ctl("reap", "npu-0", "--all").out
         assert [one.wait(10) for one in holders[1:]] == [-signal.SIGTERM] * 2
     finally:
@@ -364,6 +372,17 @@ def test_holders_and_reap(ctl: Ctl) -> None:
 
 
 # -- cordon ---------------------------------------------------------------------------------------
+def test_one_wrong_name_changes_nothing(ctl: Ctl) -> None:
+    held = allocate(ctl)["lease"]
+    assert "no lease 'nope'" in ctl("release", held, "nope", code=1).err
+    assert lease(ctl, held)["state"] == "pending"
+    assert "no device 'nope'" in ctl("cordon", "npu-1", "nope", code=1).err
+    ctl("cordon", "npu-1")
+    assert "no device 'nope'" in ctl("uncordon", "npu-1", "nope", code=1).err
+    assert device(ctl, "npu-1")["cordoned"] is True
+    ctl("uncordon", "npu-1")
+
+
 def test_cordon_and_uncordon(ctl: Ctl, agent: AgentProcess) -> None:
     granted = allocate(ctl, "-d", "npu-1", "--confirm")
     text = ctl("cordon", "npu-0", "npu-1", "--reason", "fan").out
