@@ -26,7 +26,7 @@ from dbus_next import Message, MessageType, Variant
 from dbus_next.aio import MessageBus
 from gi.repository import Gio
 
-from bench import echo
+from bench import echo, health
 from hetero_agent import names
 from tests.support.agent import CONFIG, AgentProcess
 from tests.support.bus import PrivateBus
@@ -346,6 +346,21 @@ def table(few: Figures, many: Figures, idle: float) -> list[Row]:
     ]
 
 
+def health_rows(many: int) -> list[Row]:
+    """What looking after devices takes; within how much of the interval all of them are probed."""
+    rows = []
+    for count, aim in ((FEW, 20), (256, 500), (many, 5000)):
+        took = health.round_of(count)
+        rows.append(Row(f"health round, {count} devices", took, aim, "ms", f"{took / count:.2f} ms a device"))
+    lines = health.line_to_bus()
+    if lines:
+        remark = f"worst of {len(lines)}: {max(lines):.0f} ms"
+        rows.append(
+            Row("kernel message -> faulty on the bus, p50", statistics.median(lines), 100, "ms", remark)
+        )
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the agent against its aims.")
     parser.add_argument("--rounds", type=int, default=100, help="grants to time at each size (100)")
@@ -356,7 +371,7 @@ def main() -> int:
     few = measure(FEW, given.rounds, given.idle)
     many = measure(given.many, given.rounds, 0)
     print(f"\n{'what':<46} {'measured':>12} {'aim':>10}  verdict")
-    for row in table(few, many, given.idle):
+    for row in (*table(few, many, given.idle), *health_rows(given.many)):
         value, aim = f"{row.value:.2f} {row.unit}", f"<= {row.aim:g} {row.unit}"
         print(f"{row.what:<46} {value:>12} {aim:>10}  {row.verdict:<7} {row.remark}".rstrip())
     return 0
