@@ -442,7 +442,7 @@ class Returns:
         """If the configuration says so, end those that hold a device outside any lease."""
         if self.world.settings.orphans_kill:
             for holder in device.holders:
-                refused = may_signal(holder, holder.uids[0], own_kin=False)
+                refused = may_signal(holder, None)
                 self._step(device, "", holder, refused, holder.uids[0], at)
 
     def _step(

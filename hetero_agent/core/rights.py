@@ -71,8 +71,9 @@ def is_system(holder: Holder, units: Collection[str]) -> bool:
     )
 
 
-def may_signal(holder: Holder, lease_uid: int, own_kin: bool) -> str:
-    """Return "" if HOLDER may be ended for a lease of LEASE_UID, else the reason why not.
+def may_signal(holder: Holder, lease_uid: int | None, own_kin: bool = False) -> str:
+    """Return "" if HOLDER may be ended for a lease of LEASE_UID (None: as an orphan, whoever's it
+    is), else the reason why not.
 
     OWN_KIN says that it is `bound_to` the lease's binding, which is what a root lease goes by.
     The edge checks again, at the moment of the signal, that it still is that process and still
@@ -84,8 +85,9 @@ def may_signal(holder: Holder, lease_uid: int, own_kin: bool) -> str:
         return "" if own_kin else f"process {holder.pid} is not in the lease's tree or unit"
     if 0 in holder.uids:
         return f"process {holder.pid} has uid 0 among its uids"
-    if any(uid != lease_uid for uid in holder.uids):
-        return f"process {holder.pid} does not run wholly as uid {lease_uid}"
+    whose = holder.uids[0] if lease_uid is None else lease_uid
+    if any(uid != whose for uid in holder.uids):
+        return f"process {holder.pid} does not run wholly as uid {whose}"
     return ""
 
 
