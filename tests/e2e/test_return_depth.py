@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from tests.support.oci import Container
 from tests.support.pids import spawn_as
 from tests.support.process import PYTHON, scratch
 from tests.support.stuck import StuckMount
+from tests.support.trail import signals, wait_signals
 from tests.support.vendor import RESOURCE, Vendor
 from tests.support.wait import wait_until
 
@@ -100,16 +100,6 @@ def _results(client: Client, lease: str) -> list[str]:
     return [one.body[1] for one in ended if one.body[0] == lease]
 
 
-def signals(agent: AgentProcess, pid: int) -> list[str]:
-    """What the audit trail says was sent to PID, or why not."""
-    lines = [json.loads(line) for line in agent.log.splitlines() if line.startswith("{")]
-    return [
-        one["HETERO_REASON"]
-        for one in lines
-        if one.get("HETERO_KIND") == "process-signalled" and one.get("HETERO_PID") == str(pid)
-    ]
-
-
 # -- waiting and ending ----------------------------------------------------------------------------
 def test_term_that_is_ignored_is_followed_by_kill(agent: AgentProcess, vendor: Vendor, member: Client) -> None:
     lease = lease_of(member, **KILL)
@@ -121,7 +111,7 @@ def test_term_that_is_ignored_is_followed_by_kill(agent: AgentProcess, vendor: V
         assert child.process.wait(5) == -signal.SIGKILL
         assert time.monotonic() - begun >= KILL_AFTER
         member.wait_for_device("npu-0", State="idle")
-        wait_until(lambda: signals(agent, child.pid) == ["got SIGTERM", "got SIGKILL"], 5, "both in the audit")
+        wait_signals(agent, child.pid, ["got SIGTERM", "got SIGKILL"])
     finally:
         child.end()
 
@@ -180,7 +170,7 @@ def test_holder_in_the_kernels_hands(agent: AgentProcess, vendor: Vendor, member
             root.wait_for_device("npu-1", State="idle")
             assert time.monotonic() - begun < 2
         time.sleep(4 * KILL_AFTER)
-        assert signals(agent, process.pid) == ["got SIGTERM", "got SIGKILL"]
+        wait_signals(agent, process.pid, ["got SIGTERM", "got SIGKILL"])
         assert agent.log.count("did not come back in time") == 1
         assert process.poll() is None
     assert process.wait(5) in (-signal.SIGTERM, -signal.SIGKILL)
@@ -203,7 +193,7 @@ def test_who_is_not_wholly_the_leases_is_never_signalled(
         wait_holders(member, half.pid, other.pid)
         member.release("r", lease)
         root.wait_for_device("npu-0", State="faulty")
-        assert signals(agent, half.pid) == [f"not ended: process {half.pid} has uid 0 among its uids"]
+        wait_signals(agent, half.pid, [f"not ended: process {half.pid} has uid 0 among its uids"])
         assert signals(agent, other.pid) == [
             f"not ended: process {other.pid} does not run wholly as uid {MEMBER}"
         ]
@@ -286,7 +276,7 @@ def test_recycled_pid_is_not_the_owner(
     vendor.report()
     if holds:
         member.wait_for_device("npu-0", State="faulty")
-        assert signals(agent, pid) == [f"not ended: process {pid} does not run wholly as uid {MEMBER}"]
+        wait_signals(agent, pid, [f"not ended: process {pid} does not run wholly as uid {MEMBER}"])
     else:
         member.wait_for_device("npu-0", State="idle")
     assert alive(pid)
@@ -360,7 +350,7 @@ def test_container_from_start_to_end(agent: AgentProcess, vendor: Vendor, root: 
         wait_until(lambda: not alive(container.pid), 5, "the end of the container")
         assert not alive(executed)
     # the first process of a pid namespace is deaf to what it has no handler for
-    assert signals(agent, container.pid) == ["got SIGTERM", "got SIGKILL"]
+    wait_signals(agent, container.pid, ["got SIGTERM", "got SIGKILL"])
     assert signals(agent, executed)[0] == "got SIGTERM"
 
 
