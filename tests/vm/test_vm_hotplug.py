@@ -51,7 +51,7 @@ def test_an_accelerator_is_plugged_in_and_pulled_out(vm: Machine) -> None:
 
     vm.unplug("spare")
     vm.wait_until_gone(SPARE)
-    vm.told(SPARE, ("idle", "gone", "absent"))
+    vm.told(SPARE, (None, "gone", "absent"))
     assert vm.wait_for_entry(f"MESSAGE_ID={MESSAGE_IDS[AuditKind.GONE]}", f"HETERO_DEVICE={SPARE}")
     paths = [one[0] for one in vm.signals("InterfacesAdded") + vm.signals("InterfacesRemoved")]
     assert paths == [names.device_path(SPARE)] * 2
@@ -62,7 +62,7 @@ def test_a_gpu_is_removed_and_found_again(vm: Machine) -> None:
     nodes = vm.nodes(GPU_0)
     vm.write(f"/sys/bus/pci/devices/{GPU_0}/remove", "1")
     vm.wait_until_gone(GPU_0)
-    vm.told(GPU_0, ("idle", "gone", "absent"))
+    vm.told(GPU_0, (None, "gone", "absent"))
     assert vm.device(GPU_1)["State"] == "idle"
     vm.write("/sys/bus/pci/rescan", "1")
     vm.wait_for_device(GPU_0, State="idle")
