@@ -110,8 +110,10 @@ def finish(correlated: Iterable[Correlated]) -> dict[str, DeviceRecord]:
     records: dict[str, DeviceRecord] = {}
     for draft in drafts:
         record, values = draft.record, dict(draft.values)
-        if draft.counted:
-            values["index"] = indexes[record.id]
+        # a unit is reached by the number of its card
+        index = indexes.get(record.id, indexes.get(record.parent))
+        if index is not None:
+            values["index"] = index
         env = {name: text for name, form in draft.env.items() if (text := fill(form, values)) is not None}
         records.setdefault(
             record.id,

@@ -1,4 +1,4 @@
-"""Cards that are split: the units they have instead, from class devices or from MIG instances.  Pure."""
+"""Cards that are split or shared: the units they have instead.  Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_agent import names
 from hetero_agent.core.model import Attribute, Node, Obstacle, Role
 from hetero_agent.discovery.draft import Draft, Nodes
 from hetero_agent.discovery.facts import ClassDevice, DeviceFacts, MigInstance
-from hetero_agent.discovery.profiles import Parts, Profile, fill
+from hetero_agent.discovery.profiles import Parts, Profile, Shared, fill
 
 #: The driver that owns MIG's capability nodes, by its name in /proc/devices.
 MIG_DRIVER: Final = "nvidia-caps"
@@ -22,13 +22,16 @@ _OF_THE_CARD: Final = ("memory-free", "memory-total")
 
 
 def units_of(facts: DeviceFacts, profile: Profile, whole: Draft, nodes: Nodes) -> tuple[Draft, ...]:
-    """Return the units of a card that is split now, none for another."""
+    """Return the units of a card that is split now, else the slots of one that is shared."""
     rule = profile.parts
-    if rule is None:
-        return ()
-    if rule.facts:
-        return tuple(_mig_unit(one, facts, profile, rule, whole) for one in facts.mig)
-    return _class_units(facts, profile, rule, whole, nodes)
+    units: tuple[Draft, ...] = ()
+    if rule is not None and rule.facts:
+        units = tuple(_mig_unit(one, facts, profile, rule, whole) for one in facts.mig)
+    elif rule is not None:
+        units = _class_units(facts, profile, rule, whole, nodes)
+    if units or profile.shared is None:
+        return units
+    return tuple(_slot(number, whole, profile.shared) for number in range(profile.shared.slots))
 
 
 def partitioned(whole: Draft, units: tuple[Draft, ...]) -> Draft:
@@ -42,8 +45,8 @@ def partitioned(whole: Draft, units: tuple[Draft, ...]) -> Draft:
     attributes = {**whole.record.attributes, "parts": len(units)}
     obstacle = whole.record.obstacle or Obstacle.NO_NODE
     record = replace(whole.record, nodes=nodes, attributes=attributes, obstacle=obstacle)
-    # NVIDIA numbers its cards whether MIG is on or not
-    return replace(whole, record=record, counted=whole.counted and "gpu-instance" in units[0].values)
+    # where each class device is a unit the driver counts these; NVIDIA's counts cards, MIG or not
+    return replace(whole, record=record, counted=whole.counted and "part" not in units[0].values)
 
 
 def _shared(node: Node) -> Node:
@@ -77,6 +80,22 @@ def _unit(
     values = {**whole.values, **attributes, "id": record.id, "serial": record.serial}
     values["node"] = own[0].path if own else ""
     return Draft(record, values, {**whole.env, **rule.env}, counted=False)
+
+
+def _slot(number: int, whole: Draft, shared: Shared) -> Draft:
+    """Make a slot of a shared device: it has all that the device has, as the other slots do."""
+    kept = {key: value for key, value in whole.record.attributes.items() if key not in _OF_THE_CARD}
+    record = replace(
+        whole.record,
+        id=f"{whole.record.id}-s{number}",
+        resource=shared.resource,
+        parent=whole.record.id,
+        aliases=(),
+        serial=f"{whole.record.serial}-s{number}" if whole.record.serial else "",
+        attributes={**kept, "slot": number},
+    )
+    values = {**whole.values, **record.attributes, "id": record.id, "serial": record.serial}
+    return Draft(record, values, whole.env, counted=False)
 
 
 def _resource(template: str, attributes: Mapping[str, Attribute], profile: Profile) -> str:

@@ -24,6 +24,8 @@ from hetero_agent.text import printable
 SCHEMA: Final = 1
 FILE_MAX: Final = 64 * 1024
 FILES_MAX: Final = 256
+#: Slots of one shared device.
+SLOTS_MAX: Final = 64
 
 #: The sources of facts outside the device's own directory, and the attributes they give.
 FACTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -36,7 +38,7 @@ FACTS: Final[Mapping[str, tuple[str, ...]]] = {
 COMMON_ATTRIBUTES: Final = (
     "boot-vga", "class", "cpus", "device-id", "integrated", "iommu-group", "kernel-names", "link-speed",
     "link-width", "max-link-speed", "max-link-width", "numa-node", "part", "parts", "pcie-root",
-    "physical-function", "power-state", "runtime-status", "sriov-total", "subsystem-id", "vendor-id",
+    "physical-function", "power-state", "runtime-status", "slot", "sriov-total", "subsystem-id", "vendor-id",
 )  # fmt: skip
 #: What a template may name beside attributes.
 PLACES: Final = ("id", "index", "name", "node", "pci", "serial", "uuid")
@@ -121,6 +123,14 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Shared:
+    """``[shared]``: each whole device is granted as SLOTS units of RESOURCE instead."""
+
+    slots: int
+    resource: str
+
+
+@dataclass(frozen=True, slots=True)
 class Mount:
     """``[[mounts]]``: HOST is a template, and ``*`` in it stands for any characters of a name; then
     CONTAINER is "" and each path goes to the same place."""
@@ -154,6 +164,7 @@ class Profile:
     groups: tuple[str, ...] = ()
     mounts: tuple[Mount, ...] = ()
     parts: Parts | None = None
+    shared: Shared | None = None
     symptoms: Symptoms = field(default_factory=Symptoms)
 
 
@@ -325,10 +336,11 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
     if not any(rule.role is Role.OWN for rule in nodes):
         raise ProfileError(f'{shown}: [[nodes]] needs at least one with role = "own": proof of use')
     env, joining = _env(root.table("env"), known)
+    resource = root.text("resource", None, names.RESOURCE, "vendor/class, as in nvidia.com/gpu")
     profile = Profile(
         name=file_name.removesuffix(".toml"),
         origin=shown,
-        resource=root.text("resource", None, names.RESOURCE, "vendor/class, as in nvidia.com/gpu"),
+        resource=resource,
         priority=root.number("priority", 50, low=0, high=100),
         vendor=device.text("vendor", "", re.compile(r"[ -~]{0,64}"), "up to 64 printable characters"),
         drivers=device.texts("drivers", _KERNEL_NAME, "names of kernel drivers"),
@@ -345,6 +357,7 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
         groups=root.texts("groups", _GROUP, "names of groups"),
         mounts=tuple(_mount(table, known) for table in root.tables("mounts")),
         parts=_parts(root, facts, known),
+        shared=_shared(root, resource),
         symptoms=symptoms.parse(root),
     )
     device.done()
@@ -494,3 +507,17 @@ def _parts(root: Table, facts: tuple[str, ...], known: frozenset[str]) -> Parts 
         raise ProfileError(f"{table.where} env: texts only; how values are joined stands in [env]")
     _check_places(parts.resource, known, f"{table.where} resource")
     return parts
+
+
+def _shared(root: Table, resource: str) -> Shared | None:
+    if "shared" not in root:
+        return None
+    table = root.table("shared")
+    shared = Shared(
+        slots=table.number("slots", 0, low=2, high=SLOTS_MAX),
+        resource=table.text("resource", f"{resource}.shared", names.RESOURCE, "vendor/class"),
+    )
+    table.done()
+    if not shared.slots:
+        raise ProfileError(f"{table.where} slots: missing; expected an integer from 2 to {SLOTS_MAX}")
+    return shared

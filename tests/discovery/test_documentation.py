@@ -17,7 +17,7 @@ def test_the_profiles_shown_are_good() -> None:
 
 
 def test_every_attribute_and_fact_is_named() -> None:
-    made_by_parts = {"part", "parts"}
+    made_by_parts = {"part", "parts", "slot"}
     wanted = set(profiles.COMMON_ATTRIBUTES) - made_by_parts | {*profiles.PLACES, *profiles.FACTS}
     wanted |= {name for names in profiles.FACTS.values() for name in names}
     assert [name for name in sorted(wanted) if f"`{name}`" not in TEXT and f"`{{{name}}}`" not in TEXT] == []

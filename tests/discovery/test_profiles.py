@@ -174,6 +174,15 @@ def test_variables_and_mounts_say_more_in_tables() -> None:
             '"/opt"\noptions = "rw bind"',
             "[[mounts]] number 1 options: expected mount options, as in ro",
         ),
+        ("[env]", "[shared]\nslots = 1\n[env]", "[shared] slots: expected an integer from 2 to 64, got 1"),
+        ("[env]", "[shared]\n[env]", "[shared] slots: missing"),
+        ("[env]", '[parts]\nresource = "a.org/b"\n[env]', "[parts] has either subsystem and pattern, or facts"),
+        (
+            "[env]",
+            '[parts]\nresource = "a.org/b"\nfacts = "nvidia-mig"\n[env]',
+            "[parts] facts: nvidia-mig is not among the facts of [device]",
+        ),
+        ('drivers = ["npu"]', 'index-by = "colour"', "[device] index-by: expected the name of an attribute"),
         ('["render"]', '["a b"]', "npu.toml: groups: expected names of groups, got a b"),
     ],
 )
