@@ -62,8 +62,7 @@ class Door:
         mounts = any(record.mounts or record.optional_mounts for record in ordered)
 
         def look() -> tuple[list[Mount], dict[str, list[Node]]]:
-            found = [mount for record in ordered for mount in mounts_of(record)]
-            return found, {
+            return mounts_of(ordered), {
                 record.id: [check_node(node, bool(record.path)) for node in record.nodes] for record in ordered
             }
 
@@ -152,20 +151,22 @@ def _filesystem(device: int) -> str:
     return ""
 
 
-def mounts_of(record: DeviceRecord) -> list[Mount]:
-    """Return the mounts of RECORD that exist here, (host, container, options), those with `*` in
+def mounts_of(records: Sequence[DeviceRecord]) -> list[Mount]:
+    """Return the mounts of RECORDS that exist here, (host, container, options), those with `*` in
     the host's name once for each path that it stands for.  Raises AccessError, naming the path, if
     there is nothing for one that is not optional."""
-    found = []
-    for mount in record.mounts:
+    found: list[Mount] = []
+    # the devices of one vendor want the same, and each pattern costs a look at a directory
+    needed = {mount: record.id for record in records for mount in record.mounts}
+    for mount, device in needed.items():
         existing = _existing(mount)
         if not existing:
             raise AccessError(
-                f"mount {printable(mount[0])}: {printable(record.id)} needs it, and there is no such file or"
+                f"mount {printable(mount[0])}: {printable(device)} needs it, and there is no such file or"
                 " directory here"
             )
         found += existing
-    for mount in record.optional_mounts:
+    for mount in dict.fromkeys(mount for record in records for mount in record.optional_mounts):
         found += _existing(mount)
     return found
 
