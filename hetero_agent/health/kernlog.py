@@ -121,7 +121,7 @@ class KernelLog:
 
     def _take(self, message: dict[str, Any]) -> None:
         if "source" in message:
-            self.source, self.problem = message["source"], ""
+            self.source, self.problem = message["source"], printable(message["doubt"])
             log.info("kernel messages are read from %s", self.source)
         elif "problem" in message:
             self.problem = printable(message["problem"])

@@ -7,7 +7,8 @@ once what to do and then speaks by itself:
 - in: ``{"rules": [[pattern, [code, ...]], ...], "source": "auto" | "journal" | "kmsg", "cursor": text,
   "back": seconds, "libraries": directory}``: begin after CURSOR if it is known, else at most BACK
   seconds before now;
-- out: ``{"source": name}`` once it reads; ``{"said": [[rule, address, name, code, line, device, age,
+- out: ``{"source": name, "doubt": text}`` once it reads, DOUBT saying why nothing may ever come, and
+  again without it when something has; ``{"said": [[rule, address, name, code, line, device, age,
   repeated], ...], "cursor": text}`` for messages that fit, DEVICE being the kernel's own word for whom
   it is about, AGE in seconds; ``{"lost": count}`` after messages were overwritten unread;
   ``{"problem": text}`` if nothing can be read, before it ends.
@@ -157,26 +158,27 @@ def _first(value: Any) -> str:
     return str(value[0]) if isinstance(value, list) else str(value)
 
 
-def _open(request: dict[str, Any]) -> Kmsg | Journal:
-    """Open the source that was asked for.  Raises OSError, ImportError."""
+def _open(request: dict[str, Any]) -> tuple[Kmsg | Journal, str]:
+    """Open the source that was asked for; returns it and why nothing may ever come from it.
+    Raises OSError, ImportError."""
     wanted, cursor, back = request["source"], request["cursor"], request["back"]
     sys.path.append(request["libraries"])
     if wanted == "kmsg":
-        return Kmsg(cursor, back)
+        return Kmsg(cursor, back), ""
     if wanted == "journal":
-        return Journal(cursor, back)
+        return Journal(cursor, back), ""
     try:
         journal = Journal(cursor, back)
         if journal.has_any:
-            return journal
+            return journal, ""
     except (OSError, ImportError):
         journal = None
     try:
-        return Kmsg(cursor, back)
-    except OSError:
+        return Kmsg(cursor, back), ""
+    except OSError as error:
         if journal is None:
             raise
-        return journal
+        return journal, f"the journal has none that may be read here, and {KMSG}: {error.strerror}"
 
 
 class Reading:
@@ -186,8 +188,8 @@ class Reading:
         self._channel = channel
         self._rules = messages.Rules(request["rules"])
         self._throttle = messages.Throttle()
-        self._source = _open(request)
-        channel.send({"source": self._source.name})
+        self._source, self._doubt = _open(request)
+        channel.send({"source": self._source.name, "doubt": self._doubt})
 
     def run(self) -> None:
         """Read until the agent is gone."""
@@ -219,6 +221,9 @@ class Reading:
                 said = []
                 time.sleep(_REST)
         self._tell(said, cursor)
+        if self._doubt and count:
+            self._doubt = ""
+            self._channel.send({"source": self._source.name, "doubt": ""})
         if self._source.lost:
             self._channel.send({"lost": self._source.lost})
             self._source.lost = 0

@@ -22,8 +22,7 @@ class Patient:
     loop time of its next probe.  BUSY: it waits for a probe, or is being probed.  BLOCKED: the
     worker that looked at it last has not come back, and nobody else may look.  ALONE: it was slow
     or blocked, so no other device shares a worker with it; PROMPT counts its quick answers since.
-    PAUSE is how long it is left alone while it blocks, in seconds.  SETTLED: it has its own place
-    within the interval.
+    PAUSE is how long it is left alone while it blocks, in seconds.
     """
 
     record: DeviceRecord
@@ -38,7 +37,6 @@ class Patient:
     alone: bool = False
     prompt: int = 0
     pause: float = 0.0
-    settled: bool = False
 
     @property
     def id(self) -> str:

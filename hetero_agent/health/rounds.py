@@ -38,6 +38,9 @@ _STALL: Final = 0.5
 #: Seconds between looks at a device that blocks, at most, and after a worker was lost.
 _LONGEST_PAUSE: Final = 60.0
 _AFTER_LOSS: Final = 1.0
+#: Times within the interval at which devices are probed, at least, and devices to one of them.
+_SLOTS: Final = 3
+_PER_SLOT: Final = 32
 #: Quick answers in a row that give a device its place among the others back.
 _PROMPT: Final = 3
 #: Idle workers kept for devices that are looked at alone.
@@ -129,13 +132,24 @@ class Rounds:
             self.soon(patient, table.confirm)
         elif patient.pause:
             self.soon(patient, max(table.interval, patient.pause))
-        elif not patient.settled:
-            # the first probes come at once for all: from here on each device has its own time
-            patient.settled = True
-            share = zlib.crc32(patient.id.encode()) / 2**32
-            self.soon(patient, table.interval * (0.2 + 0.8 * share))
         else:
-            self.soon(patient, table.interval)
+            self._at_its_time(patient)
+
+    def _at_its_time(self, patient: Patient) -> None:
+        """Put the next probe at the device's own time within the interval.
+
+        There are as many such times as make a request worth its while, the same for all: few devices
+        are looked at together, many are spread out.
+        """
+        interval = self._table.interval
+        slots = max(_SLOTS, len(self._roster) // _PER_SLOT)
+        phase = zlib.crc32(patient.id.encode()) % slots / slots
+        now = asyncio.get_running_loop().time()
+        begun = now - now % interval + phase * interval
+        # not before two thirds of the interval are over, nor after five thirds
+        while begun < now + interval * 2 / 3:
+            begun += interval
+        self.soon(patient, begun - now)
 
     def _arm(self) -> None:
         if self._stopped or not self._agenda:

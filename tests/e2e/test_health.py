@@ -268,20 +268,22 @@ def test_stop_and_kill_leave_no_worker() -> None:
         wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), what="their end")
 
 
-def test_workers_that_are_killed_are_replaced(bus: PrivateBus, agent: AgentProcess, vendor: Vendor) -> None:
-    vendor.add("npu-0")
-    vendor.wait_idle()
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    vendor.file("npu-0").rename(vendor.directory / "kept")
+def test_workers_that_are_killed_are_replaced(bus: PrivateBus) -> None:
+    agent = AgentProcess(bus, config=CONFIG + HEALTH)
     try:
-        with Client(bus) as client:
-            device = client.wait_for_device("npu-0", Health="unhealthy", timeout=30)
+        agent.start()
+        with Vendor(agent) as vendor, Client(bus) as client:
+            vendor.add("npu-0")
+            client.wait_for_device("npu-0", State="idle")
+            children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+            for child in children:
+                os.kill(int(child), signal.SIGKILL)
+            vendor.file("npu-0").unlink()
+            device = client.wait_for_device("npu-0", Health="unhealthy")
             assert device["Reason"] == f"its node {vendor.file('npu-0')} is gone"
             assert device["Resource"] == VENDOR_RESOURCE
     finally:
-        (vendor.directory / "kept").rename(vendor.file("npu-0"))
+        agent.close()
 
 
 @pytest.mark.skipif(not kmsg.real_is_writable(), reason="/dev/kmsg can't be written here")

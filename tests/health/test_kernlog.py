@@ -310,6 +310,55 @@ def test_where_nothing_can_be_read_it_is_told() -> None:
     """)
 
 
+def test_the_services_own_user_reads_the_journal_by_its_capability() -> None:
+    """As the unit runs it: no root, no group, no /dev/kmsg, but CAP_DAC_READ_SEARCH."""
+    in_namespace("""
+    from hetero_agent.health.kernlog import COMMAND
+
+    def as_user(caps):
+        rights = ["--inh-caps", caps, "--ambient-caps", caps] if caps != "-all" else ["--inh-caps", "-all"]
+        return ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *rights, *COMMAND)
+
+    with journald(kmsg=True) as journal:
+        Path("/run/kmsg").chmod(0o600)
+        journal.kernel.say("Linux version 6.1")
+        journal.entries()
+        Path("/run/log/journal").chmod(0o750)
+
+        async def may(one):
+            await one.reading("journal")
+            journal.kernel.say(error(1))
+            await one.until("1")
+            assert one.log.problem == ""
+
+        async def may_not(one):
+            await wait_until_async(lambda: one.log.problem, what="the problem")
+            assert "/dev/kmsg: Permission denied" in one.log.problem or "Permission" in one.log.problem
+
+        listening(may, command=as_user("-all,+dac_read_search"))
+        listening(may_not, command=as_user("-all"))
+    """)
+
+
+def test_a_journal_without_kernel_messages_is_doubted_until_one_comes() -> None:
+    in_namespace("""
+    import socket
+
+    with journald(kmsg=True) as journal:
+        async def test(one):
+            await one.reading("journal")
+            assert one.log.problem.startswith("the journal has none"), one.log.problem
+            journal.kernel.say(error(1))
+            await one.until("1")
+            await wait_until_async(lambda: not one.log.problem, what="the end of the doubt")
+
+        nobody = socket.socket(socket.AF_UNIX)  # what can't be opened, not even by root
+        nobody.bind("/run/nobody")
+        mount("--bind", "/run/nobody", "/dev/kmsg")
+        listening(test)
+    """)
+
+
 def test_a_worker_that_can_not_start_is_told_and_off_is_off() -> None:
     async def test(one: Listener) -> None:
         await wait_until_async(lambda: one.log.problem, what="the problem")
