@@ -169,11 +169,13 @@ _RANGES: dict[tuple[str, str], tuple[float, float]] = {
 }
 
 
-def load(path: Path) -> Config:
-    """Read the file; a missing one gives the defaults.  Raises ConfigError."""
+def load(path: Path, *, needed: bool = False) -> Config:
+    """Read the file; a missing one gives the defaults, unless it is NEEDED.  Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if needed:
+            raise ConfigError(f"{path}: there is no such file") from error
         return Config()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {printable(error)}") from error
@@ -235,7 +237,7 @@ def _value(hint: Any, table: str, key: str, value: Any, label: str) -> Any:
         low, high = _RANGES.get((table, key), (1, 2**31 - 1))
         number = isinstance(value, int) or (hint is float and isinstance(value, float))
         if isinstance(value, bool) or not number or not low <= value <= high:
-            raise ConfigError(f"{where}: expected a number from {low:g} to {high:g}, got {printable(value)}")
+            raise ConfigError(f"{where}: expected a number from {low} to {high}, got {printable(value)}")
         return hint(value)
     inner: type[Any] = hint.__args__[0]
     if not isinstance(value, list) or not all(

@@ -106,6 +106,9 @@ class Daemon:
         self.notifier = Notifier()
         self.stop_asked = asyncio.Event()
         self._reloading: asyncio.Task[None] | None = None
+        # A file that was there and is gone was hardly meant to take everybody's devices: only a start without
+        # it means the defaults.
+        self._configured = places.config.exists()
         self.ledger = SqliteLedger(places.runtime / names.LEDGER_FILE, instant)
         self.lasting = SqliteLasting(places.state / names.LASTING_FILE, places.runtime)
         self.audit = JournalWriter(self.ledger, places.audit)
@@ -310,7 +313,8 @@ class Daemon:
         """Read the configuration again; a bad one is reported and the old one stays."""
         self.notifier.reloading()
         try:
-            config = await asyncio.to_thread(configuration.load, self.places.config)
+            config = await asyncio.to_thread(configuration.load, self.places.config, needed=self._configured)
+            self._configured = self._configured or await asyncio.to_thread(self.places.config.exists)
         except ConfigError as error:
             text = f"the new configuration is not used: {error}"
             priority = 3
@@ -382,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mends the configuration or the store's version."""
     places = parse(arguments)
     try:
-        config = configuration.load(places.config)
+        config = configuration.load(places.config, needed=places.config != Path(names.CONFIG_FILE))
     except ConfigError as error:
         print(f"hetero-agent: {error}", file=sys.stderr)
         return 2

@@ -134,6 +134,10 @@ def test_reload_takes_a_good_config_and_keeps_the_old_for_a_bad_one(
         agent.reload()
         assert root.properties(names.ROOT, names.MANAGER)["MaxLeases"] == 17
         wait_until(lambda: "leases: expected a number" in agent.log, 5, "the audit of the bad configuration")
+        agent.config_path.unlink()
+        agent.reload()
+        assert root.properties(names.ROOT, names.MANAGER)["MaxLeases"] == 17
+        wait_until(lambda: "there is no such file" in agent.log, 5, "the audit of the missing configuration")
         with pytest.raises(CallError) as caught:
             root.allocate("r1", "example.com/none")
         assert caught.value.name == "NotFound"
@@ -162,6 +166,17 @@ def test_bad_config_at_start_names_the_key(bus: PrivateBus) -> None:
         assert agent.wait(15) != 0
         assert "confirm-within" in agent.log
         assert "Traceback" not in agent.log
+    finally:
+        agent.close()
+
+
+def test_a_config_that_was_named_must_be_there(bus: PrivateBus) -> None:
+    agent = AgentProcess(bus)
+    try:
+        agent.config_path.unlink()
+        agent.spawn()
+        assert agent.wait(15) == 2
+        assert agent.log == f"hetero-agent: {agent.config_path}: there is no such file\n"
     finally:
         agent.close()
 
