@@ -37,7 +37,9 @@ _EARLY: Final = 0.25
 _STALL: Final = 0.5
 #: Seconds between looks at a device that blocks, at most, and after a worker was lost.
 _LONGEST_PAUSE: Final = 60.0
-_AFTER_LOSS: Final = 1.0
+_AFTER_LOSS: Final = 0.5
+#: Workers lost in a row after which devices count as not probed.
+_LOSSES: Final = 3
 #: Times within the interval at which devices are probed, at least, and devices to one of them.
 _SLOTS: Final = 3
 _PER_SLOT: Final = 32
@@ -81,6 +83,7 @@ class Rounds:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
         self._paused = False
+        self._losses = 0
         self.lost = ""
         self.rounds = 0
 
@@ -225,7 +228,7 @@ class Rounds:
         except LostError as lost:
             await self._lose(batch, lost)
         else:
-            self.lost = ""
+            self.lost, self._losses = "", 0
             self.rounds += 1
             for patient in batch:
                 patient.busy = False
@@ -245,18 +248,23 @@ class Rounds:
             self.soon(patient, self._table.deadline - self._stall)
 
     async def _lose(self, batch: list[Patient], lost: LostError) -> None:
-        """The worker died, or there can be none."""
+        """The worker died, or there can be none: another try, and after a few nobody knows."""
+        self._losses += 1
         if str(lost) != self.lost:
             log.warning("%s", lost)
         self.lost = str(lost)
-        finding = Finding(Grade.UNKNOWN, f"not probed: {lost}")
-        results: list[Result] = []
-        for number, patient in enumerate(batch, 1):
-            patient.busy = False
-            patient.alone = patient.alone or number == lost.item
-            results.append((patient, finding))
-        self._done(results)
-        await asyncio.sleep(_AFTER_LOSS)
+        if lost.item:
+            batch[lost.item - 1].alone = True
+        if self._losses < _LOSSES:
+            for patient in batch:
+                patient.busy = False
+                self.soon(patient, _AFTER_LOSS)
+        else:
+            finding = Finding(Grade.UNKNOWN, f"not probed: {lost}")
+            for patient in batch:
+                patient.busy = False
+            self._done([(patient, finding) for patient in batch])
+            await asyncio.sleep(_AFTER_LOSS)
 
     def _came_back(self, patients: Sequence[Patient], seconds: float) -> None:
         """The worker that looked at these has ended: the kernel let go of it."""
