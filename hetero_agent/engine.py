@@ -60,6 +60,9 @@ log = logging.getLogger("hetero_agent.engine")
 #: Events handled in one turn of the loop before others get theirs.
 BUDGET = 64
 
+#: Boot µs after a start or a sleep in which nothing expires.
+LOOK_FIRST = 1_000_000
+
 _CALLS = (Allocate, Confirm, Release, SetCordon, Reap)
 _STEPS: dict[type, str] = {
     Allocate: "allocate",
@@ -111,6 +114,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
+        self._not_before = 0
         self._scan_interval = 60.0
         self._scan_timer: asyncio.TimerHandle | None = None
         self._slept = self._offset()
@@ -141,7 +145,7 @@ class Engine:
         outcome = self.governor.restore(restored, self.now())
         self._store(outcome.changes)
         self._carry_out(outcome)
-        self._arm()
+        self._look_first()
         self._scan_timer = self._loop.call_later(self._scan_interval, self._full_scan)
 
     @property
@@ -410,6 +414,7 @@ class Engine:
                 self._timer.cancel()
                 self._timer = None
             return
+        due = max(due, self._not_before)
         if self._timer is not None:
             if self._timer_at <= due:
                 return
@@ -424,15 +429,19 @@ class Engine:
         slept, self._slept = self._slept, self._offset()
         now = self.now()
         if self._slept - slept > 2_000_000:
-            # after a sleep deadlines may be over that nobody could keep: look first, expire next tick
             log.info("the machine slept for %d s; looking at all holders", (self._slept - slept) // 1_000_000)
             self._scan(list(self.governor.devices))
-            self._timer_at = now.boot + 1_000_000
-            self._timer = self._loop.call_later(1, self._tick)
+            self._look_first()
             return
         due = self.governor.next_deadline()
         if due is not None and due <= now.boot:
             self.submit(Tick(now))
+        self._arm()
+
+    def _look_first(self) -> None:
+        """Have nothing expire before a scan had time to end: after a sleep, or while the agent was
+        down, deadlines went by that nobody could keep."""
+        self._not_before = self.now().boot + LOOK_FIRST
         self._arm()
 
     @staticmethod

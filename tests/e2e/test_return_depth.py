@@ -194,9 +194,7 @@ def test_who_is_not_wholly_the_leases_is_never_signalled(
         member.release("r", lease)
         root.wait_for_device("npu-0", State="faulty")
         wait_signals(agent, half.pid, [f"not ended: process {half.pid} has uid 0 among its uids"])
-        assert signals(agent, other.pid) == [
-            f"not ended: process {other.pid} does not run wholly as uid {MEMBER}"
-        ]
+        wait_signals(agent, other.pid, [f"not ended: process {other.pid} does not run wholly as uid {MEMBER}"])
         assert alive(half.pid)
         assert alive(other.pid)
         # an administrator may end the other's, not root's for a user's lease
@@ -351,7 +349,7 @@ def test_container_from_start_to_end(agent: AgentProcess, vendor: Vendor, root: 
         assert not alive(executed)
     # the first process of a pid namespace is deaf to what it has no handler for
     wait_signals(agent, container.pid, ["got SIGTERM", "got SIGKILL"])
-    assert signals(agent, executed)[0] == "got SIGTERM"
+    assert signals(agent, executed)[:1] == ["got SIGTERM"]
 
 
 def test_container_that_outlives_its_lease(vendor: Vendor, root: Client) -> None:
