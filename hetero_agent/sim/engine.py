@@ -31,6 +31,8 @@ REPORT_WITHIN: Final = 5.0
 #: Seconds until something that failed is tried again: the first time, and the most.
 _FIRST_DELAY: Final = 0.1
 _LONGEST_DELAY: Final = 5.0
+#: Seconds without news after which the session is put to the proof.
+_PROOF: Final = 5.0
 
 # The agent takes no body over 64 KiB; OVERHEAD is what types and padding add to one device, at most.
 _PAGE_BYTES: Final = 60_000
@@ -67,6 +69,7 @@ class Engine:
         self._known_list: list[dict[str, Any]] | None = None
         self._tried = False
         self._failure = ""
+        self._proof_at = 0.0
 
     # -- commands ---------------------------------------------------------------------------------
     async def do(self, command: Command) -> dict[str, Any]:
@@ -173,7 +176,7 @@ class Engine:
         delay = _FIRST_DELAY
         while True:
             self._wake.clear()
-            again: float | None = self._next_thaw()
+            again = min(self._next_thaw() or _PROOF, _PROOF)
             if self._client.agent_present and self._loop.time() >= self._hung_until:
                 try:
                     await self._tell(self._client)
@@ -228,9 +231,14 @@ class Engine:
             await self._report(client, entries)
             self._known_list = timeless
         else:
-            for device, (word, reason) in health.items():
-                if self._known_health.get(device) != (word, reason):
-                    await self._report_health(client, device, word, reason)
+            news = [one for one in health.items() if self._known_health.get(one[0]) != one[1]]
+            if not news and health and now >= self._proof_at:
+                # said again: an agent that has forgotten this session (its table was gone for a
+                # while) refuses it, and the next attempt registers anew
+                news = [next(iter(health.items()))]
+            for device, (word, reason) in news:
+                await self._report_health(client, device, word, reason)
+        self._proof_at = now + _PROOF
         self._known_health = health
         self._told = _Report(number)
         self._answered.set()

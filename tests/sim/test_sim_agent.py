@@ -198,3 +198,15 @@ def test_four_thousand_devices_in_pages(agent: AgentProcess, sim: SimProcess) ->
             60,
             "4096 idle devices",
         )
+
+
+def test_a_session_that_the_agent_has_forgotten_is_begun_anew(agent: AgentProcess, sim: SimProcess) -> None:
+    with Client(agent.bus) as root:
+        tell(sim.socket, "add", id="npu-0", resource=NPU)
+        root.wait_for_device("npu-0", State="idle")
+        agent.write_config('[agent]\ngroup = "games"\n')
+        agent.reload()
+        wait_until(lambda: "npu-0" not in root.devices(), 5, "the end of a provider without a table")
+        agent.write_config(config())
+        agent.reload()
+        root.wait_for_device("npu-0", 15, State="idle")
