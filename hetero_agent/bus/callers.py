@@ -91,7 +91,7 @@ class Callers:
 
     async def facts(self, pid: int) -> ProcessFacts | None:
         """What /proc says of a process, from a worker thread; None if there is no such one.
-        Raises TimeoutError."""
+        Raises TimeoutError, or another OSError if that can't be told."""
         loop = asyncio.get_running_loop()
         return await deadline(loop.run_in_executor(self._workers, self._identify, pid), DEADLINE)
 
@@ -131,6 +131,8 @@ class Callers:
             unit = facts.unit if facts is not None else ""
         except TimeoutError:
             log.warning("/proc of process %d does not answer; its unit and groups stay unknown", pid)
+        except OSError as error:
+            log.warning("process %d can't be looked at, its unit stays unknown: %s", pid, error)
         return Caller(bus_name, uid, pid, frozenset(groups or ()), unit)
 
 

@@ -134,6 +134,11 @@ class Binder:
             raise Refusal(
                 ErrorKind.UNAVAILABLE, f"pid: /proc of process {pid} does not answer; bind another process"
             ) from None
+        except OSError as error:
+            raise Refusal(
+                ErrorKind.UNAVAILABLE,
+                f"pid: process {pid} can't be looked at ({error.strerror}); try again later",
+            ) from None
         if facts is None:
             raise invalid(f"pid: there is no process {pid}")
         why_not = rights.may_bind_pid(caller.uid, facts)

@@ -105,7 +105,8 @@ class HolderEdge:
         self._ending.terminate(order, nodes)
 
     def identify(self, pid: int) -> ProcessFacts | None:
-        """Return whose process PID is, None if there is no such (living) process."""
+        """Return whose process PID is, None if there is no such (living) process.  Raises OSError if
+        that can't be told."""
         return identify(pid)
 
     def stats(self) -> dict[str, Any]:

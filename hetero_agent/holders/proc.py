@@ -72,11 +72,12 @@ def stat(base: int) -> Stat:
 
 
 def start_of(pid: int) -> int | None:
-    """Return the start time of PID in ticks, None if there is no such process."""
+    """Return the start time of PID in ticks, None if there is no such process.  Raises OSError if
+    that can't be told, as for want of a descriptor."""
     try:
         with opened(pid) as base:
             return stat(base).start
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
 
 

@@ -23,7 +23,8 @@ _LOOK_EVERY = 1.0
 
 def identify(pid: int) -> ProcessFacts | None:
     """Return what /proc says of PID, None if it is no living process (ended, a zombie, a
-    thread of another process, a kernel thread) or can't be read.
+    thread of another process, a kernel thread).  Raises OSError if that can't be told, as for want
+    of a descriptor: it may well live.
 
     Reads stat, status and cgroup, which never wait for the process's memory.
     """
@@ -34,7 +35,7 @@ def identify(pid: int) -> ProcessFacts | None:
             facts = proc.stat(base)
             group, uids = proc.status(base)
             cgroup = proc.cgroup(base)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     if group != pid or facts.ended or facts.flags & proc.KERNEL_THREAD:
         return None
@@ -50,8 +51,13 @@ def open_process(ref: ProcessRef) -> int | None:
         if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
             return None
         raise
-    # the start time is read after the descriptor is open: a match means it is of this process
-    if proc.start_of(ref.pid) != ref.start:
+    try:
+        # read after the descriptor is open: a match means that this is of the process
+        same = proc.start_of(ref.pid) == ref.start
+    except OSError:
+        os.close(pidfd)
+        raise
+    if not same:
         os.close(pidfd)
         return None
     return pidfd
@@ -156,9 +162,15 @@ class ProcessWatch:
     def _look(self) -> None:
         self._timer = None
         for ref, entry in list(self._processes.items()):
-            if entry.pidfd < 0:
+            if entry.pidfd >= 0:
+                continue
+            try:
                 facts = identify(ref.pid)
-                if facts is None or facts.ref != ref:
-                    self._ended(ref)
-                else:
-                    self._look_later()
+            except OSError:
+                # not known is not over
+                self._look_later()
+                continue
+            if facts is None or facts.ref != ref:
+                self._ended(ref)
+            else:
+                self._look_later()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,13 +69,18 @@ class _Pauses:
         """Return those that are still to be left out; forgets those that have ended."""
         for pid, entry in list(self._blocked.items()):
             # stat never waits for a process's memory, so this can't block here
-            if proc.start_of(pid) != entry.start:
-                del self._blocked[pid]
+            with contextlib.suppress(OSError):
+                if proc.start_of(pid) != entry.start:
+                    del self._blocked[pid]
         return [pid for pid, entry in self._blocked.items() if entry.retry > now]
 
     def note(self, pid: int, now: float) -> None:
         """Remember that PID blocked."""
-        start = proc.start_of(pid)
+        try:
+            start = proc.start_of(pid)
+        except OSError as error:
+            _log.warning("process %d blocks and can't be looked at: %s", pid, error)
+            return
         if start is None:
             return
         earlier = self._blocked.get(pid)
@@ -223,7 +229,7 @@ class Scanner:
         try:
             async with asyncio.timeout(_SERVICE_DEADLINE):
                 main = identify(await self._main_pid(unit))
-        except TimeoutError:
+        except OSError:  # a timeout, too
             return -1
         return main.uids[0] if main is not None and main.unit == unit else -1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -181,5 +182,43 @@ def test_out_of_descriptors_the_end_is_told_a_little_later(
             os.kill(child.pid, signal.SIGKILL)
             await rig.next(OwnerGone)
             assert rig.edge.stats()["polled-processes"] == 0
+
+    with_rig(test)
+
+
+def _lowest_free() -> int:
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    return next(number for number in range(len(used) + 1) if number not in used)
+
+
+def test_for_want_of_descriptors_a_process_is_not_said_to_be_none(no_descriptors: None) -> None:
+    with holding(NOWHERE, "none") as child:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            identify(child.pid)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_for_want_of_descriptors_nobody_is_taken_for_dead(
+    no_descriptors: None, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """Not even if one is left, for the process, and none to read whose it is."""
+    monkeypatch.setattr(process, "_LOOK_EVERY", 0.02)
+
+    async def test(rig: Rig) -> None:
+        with holding(NOWHERE, "none") as child:
+            binding = bound(child)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_lowest_free() + left, hard))
+            rig.edge.watch_process("lease", binding)
+            assert rig.edge.stats()["polled-processes"] == 1
+            await asyncio.sleep(0.2)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert rig.of(OwnerGone) == []
+            assert rig.edge.stats()["watched-processes"] == 1
+            os.kill(child.pid, signal.SIGKILL)
+            await rig.next(OwnerGone)
 
     with_rig(test)

@@ -316,8 +316,8 @@ def test_a_worker_killed_between_scans_is_replaced(tmp_path: Path) -> None:
     [
         (("/bin/false",), "the scan worker died"),
         (
-            ("/nonexistent",),
-            "no scan worker can be started: [Errno 2] No such file or directory: '/nonexistent'",
+            ("/dev/null/worker",),
+            "no scan worker can be started: [Errno 20] Not a directory: '/dev/null/worker'",
         ),
     ],
 )
