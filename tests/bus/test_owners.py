@@ -175,8 +175,7 @@ def test_systemd_that_does_not_answer_ends_nothing(
             service.do(service.service.owners.watch, "l", Binding(unit=UnitRef(UNIT, RUN)))
             wait_until(lambda: service.do(lambda: len(service.service._connection._pending)) > 0, what="a call")
         # a systemd that has gone (daemon-reexec) and come back is asked again
-        with FakeSystemd(unit_bus) as systemd:
-            systemd.units[UNIT] = ("active", RUN)
+        with FakeSystemd(unit_bus, {UNIT: ("active", RUN)}) as systemd:
             wait_until(lambda: systemd.subscribed > 0, what="the new subscription")
             assert _gone(service) == []
             systemd.set(UNIT, "failed", RUN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dbus_next import Message, MessageType, Variant
@@ -29,8 +29,8 @@ class FakeSystemd:
     """Owns systemd's name on BUS; UNITS maps unit names to (ActiveState, InvocationID in hex),
     MAIN_PIDS those of services to their main process."""
 
-    def __init__(self, bus: PrivateBus) -> None:
-        self.units: dict[str, tuple[str, str]] = {}
+    def __init__(self, bus: PrivateBus, units: Mapping[str, tuple[str, str]] | None = None) -> None:
+        self.units: dict[str, tuple[str, str]] = dict(units or {})
         self.main_pids: dict[str, int] = {}
         self.subscribed = 0
         self.mute = False
@@ -43,8 +43,8 @@ class FakeSystemd:
     async def _start(self, bus: PrivateBus) -> None:
         self._bus = await MessageBus(bus_address=bus.address).connect()
         self._bus.add_message_handler(self._handle)
-        await self._bus.request_name(NAME)
         await self._bus.request_name(LOGIND)
+        await self._bus.request_name(NAME)
 
     def _handle(self, message: Message) -> Message | bool:
         if message.message_type is not MessageType.METHOD_CALL or self.mute:
