@@ -103,6 +103,11 @@ def test_no_descriptor_is_left(bus: PrivateBus, agent: AgentProcess, vendor: Ven
             assert member.release("r0", given[0]) is True
             (device,) = leases(member)[given[0]]
             member.wait_for_device(device, State="reclaiming")
+        wait_until(
+            lambda: any("who holds devices can't be told" in line for line in agent.notify.lines("STATUS=")),
+            10,
+            "a STATUS that says so",
+        )
         time.sleep(max(0, 3 - (time.monotonic() - began)))
         assert agent.running()
         nothing_twice(member)
