@@ -9,6 +9,7 @@ import os
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -302,8 +303,8 @@ asyncio.run(write())
     assert lines[0]["HETERO_DEVICE"] == DEVICE
 
 
-def test_auto_is_the_journal_where_its_socket_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "JOURNAL_SOCKET", "/nonexistent")
+def test_auto_is_the_journal_where_its_socket_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "JOURNAL_SOCKET", str(tmp_path / "socket"))
     assert choose("auto") == "stderr"
     monkeypatch.setattr(journal, "JOURNAL_SOCKET", "/dev/null")
     assert choose("auto") == "journal"
