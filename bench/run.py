@@ -26,7 +26,7 @@ from dbus_next import Message, MessageType, Variant
 from dbus_next.aio import MessageBus
 from gi.repository import Gio
 
-from bench import echo, health
+from bench import echo, health, holders
 from hetero_agent import names
 from tests.support.agent import CONFIG, AgentProcess
 from tests.support.bus import PrivateBus
@@ -361,6 +361,24 @@ def health_rows(many: int) -> list[Row]:
     return rows
 
 
+def holder_rows() -> list[Row]:
+    """What looking for holders takes, and how soon a device is free."""
+    rows = []
+    for processes, files, devices, aim in (
+        (1000, 0, FEW, 250),
+        (1000, 0, 4096, 300),
+        (5000, 26, FEW, 2000),
+        (10_000, 0, FEW, 2000),
+    ):
+        took = holders.scan_of(processes, files, devices)
+        each = f" of {files} files" if files else ""
+        what = f"holder scan, {processes} processes{each}, {devices} devices"
+        rows.append(Row(what, took, aim, "ms", f"{took / processes * 1000:.0f} us a process"))
+    closes = holders.last_close_to_idle()
+    remark = f"worst of {len(closes)}: {max(closes):.0f} ms"
+    return [*rows, Row("last close -> idle on the bus, p50", statistics.median(closes), 100, "ms", remark)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the agent against its aims.")
     parser.add_argument("--rounds", type=int, default=100, help="grants to time at each size (100)")
@@ -370,10 +388,10 @@ def main() -> int:
     print(f"Linux {platform.release()}, Python {platform.python_version()}, {os.cpu_count()} CPUs", flush=True)
     few = measure(FEW, given.rounds, given.idle)
     many = measure(given.many, given.rounds, 0)
-    print(f"\n{'what':<46} {'measured':>12} {'aim':>10}  verdict")
-    for row in (*table(few, many, given.idle), *health_rows(given.many)):
+    print(f"\n{'what':<56} {'measured':>12} {'aim':>10}  verdict")
+    for row in (*table(few, many, given.idle), *health_rows(given.many), *holder_rows()):
         value, aim = f"{row.value:.2f} {row.unit}", f"<= {row.aim:g} {row.unit}"
-        print(f"{row.what:<46} {value:>12} {aim:>10}  {row.verdict:<7} {row.remark}".rstrip())
+        print(f"{row.what:<56} {value:>12} {aim:>10}  {row.verdict:<7} {row.remark}".rstrip())
     return 0
 
 
