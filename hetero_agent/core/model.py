@@ -290,7 +290,7 @@ class Holder:
     """A process that has an own node open or mapped.
 
     UIDS are the real, effective, saved and filesystem uid.  CGROUP is the path in the unified
-    (or systemd) hierarchy, UNIT the unit it lies in, ANCESTORS the pids above it, nearest
+    (or systemd) hierarchy, UNIT the unit it lies in, ANCESTORS the processes above it, nearest
     first.  SINCE is the boot time in microseconds at which a scan first saw it on this device.
     SERVICE_UID is the uid of the unit's main process, -1 if it isn't known.  EVIDENCE is what
     else shows how it uses the device (docs/reclaim.md); nothing is decided by it.
@@ -304,7 +304,7 @@ class Holder:
     unit: str = ""
     cgroup: str = ""
     session: int = 0
-    ancestors: tuple[int, ...] = ()
+    ancestors: tuple[ProcessRef, ...] = ()
     mapped: bool = False
     since: int = 0
     service_uid: int = -1

@@ -39,9 +39,9 @@ def bound_to(holder: Holder, binding: Binding, known: Collection[ProcessRef]) ->
         return False
     return (
         holder.ref == binding.pid
-        or binding.pid.pid in holder.ancestors
+        or binding.pid in holder.ancestors
         or holder.ref in known
-        or any(ref.pid in holder.ancestors for ref in known)
+        or any(ref in known for ref in holder.ancestors)
     )
 
 

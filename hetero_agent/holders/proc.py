@@ -121,14 +121,16 @@ def unit_of(path: str) -> str:
     return ""
 
 
-def ancestors(parent: int, most: int = 64) -> list[int]:
-    """Return PARENT and the pids above it, nearest first, as far as they can be read."""
-    found: list[int] = []
-    while parent > 0 and parent not in found and len(found) < most:
-        found.append(parent)
+def ancestors(parent: int, most: int = 64) -> list[tuple[int, int]]:
+    """Return PARENT and the processes above it, nearest first, each with its start time, as far as
+    they can be read."""
+    found: list[tuple[int, int]] = []
+    while parent > 0 and len(found) < most:
         try:
             with opened(parent) as base:
-                parent = stat(base).parent
+                facts = stat(base)
         except OSError:
             break
+        found.append((parent, facts.start))
+        parent = facts.parent
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_agent.core.events import DeviceScan, Scanned
-from hetero_agent.core.model import Holder, Instant, Node, Role
+from hetero_agent.core.model import Holder, Instant, Node, ProcessRef, Role
 from hetero_agent.core.ports import Submit
 from hetero_agent.holders import proc
 from hetero_agent.holders.process import identify
@@ -270,7 +270,7 @@ class Scanner:
             unit=printable(found["unit"]),
             cgroup=printable(found["cgroup"], _CGROUP),
             session=found["session"],
-            ancestors=tuple(found["ancestors"]),
+            ancestors=tuple(ProcessRef(pid, start) for pid, start in found["ancestors"]),
             mapped=mapped,
             since=self._since.get(device, {}).get((pid, start), now),
             service_uid=self._services.get((pid, start), -1),

@@ -349,7 +349,7 @@ class History(RuleBasedStateMachine):
     def _clean(self, device: Device, debt: Debt | None, scan: DeviceScan) -> bool:
         if device.id.startswith("s-"):
             return True  # a shared node: whose a holder is, `test_returns` tells
-        if any(one.unit != "persist.service" for one in scan.holders):
+        if any(one.unit != "persist.service" or one.uids[0] == 1001 for one in scan.holders):
             return False
         seen = {one.pid for one in device.holders}
         return not any(pid in seen or (debt and uid == debt.uid) for pid, uid in scan.uninspected)
@@ -604,8 +604,8 @@ class History(RuleBasedStateMachine):
 
     def _holder(self, process: Process) -> Holder:
         above, one = [], process.parent
-        while one in self.processes and one not in above:
-            above.append(one)
+        while one in self.processes and self.processes[one].ref not in above:
+            above.append(self.processes[one].ref)
             one = self.processes[one].parent
         group = f"/system.slice/{process.unit}" if process.unit else "/user.slice"
         return Holder(
@@ -615,6 +615,7 @@ class History(RuleBasedStateMachine):
             unit=process.unit,
             cgroup=group,
             ancestors=tuple(above),
+            service_uid=1000 if process.unit == "persist.service" else -1,
         )
 
     # -- rules: calls -------------------------------------------------------------------------------

@@ -96,8 +96,11 @@ def card(
     return DeviceRecord(name, resource, parent=parent, **more)
 
 
-def holder(pid: int, uid: int = 1000, start: int = 1, **more: Any) -> Holder:
-    """A process of one uid."""
+def holder(
+    pid: int, uid: int = 1000, start: int = 1, ancestors: Iterable[int | ProcessRef] = (), **more: Any
+) -> Holder:
+    """A process of one uid; ANCESTORS that are mere pids started at 1."""
+    more["ancestors"] = tuple(one if isinstance(one, ProcessRef) else ProcessRef(one, 1) for one in ancestors)
     return Holder(pid, start, (uid, uid, uid, uid), exe=f"/bin/p{pid}", comm=f"p{pid}", **more)
 
 

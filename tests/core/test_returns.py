@@ -379,6 +379,15 @@ def test_a_daemon_of_the_lease_whose_parent_has_gone_is_no_intruder() -> None:
     assert host.of(ConflictSeen) == []
 
 
+def test_a_child_of_a_recycled_pid_is_no_child_of_the_owners() -> None:
+    host = host_with()
+    lease = host.use(uid=0, on_end=OnEnd.KILL, binding=Binding(pid=OWNER))
+    host.do(OwnerGone(host.later(), lease.id, "pid"))
+    host.scan({"d": [holder(50, uid=0, start=9, ancestors=(ProcessRef(42, 8), ProcessRef(1, 1)))]})
+    assert host.state("d") == "reclaiming"
+    assert terms(host) == []
+
+
 # -- shared nodes ----------------------------------------------------------------------------------
 SHARED = own(50)
 

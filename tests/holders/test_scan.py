@@ -208,8 +208,8 @@ def test_what_is_told_of_a_holder(tmp_path: Path) -> None:
     assert process["exe"] == os.path.realpath("/usr/bin/python3")
     assert process["uids"] == (0, 0, 0, 0)
     assert process["session"] == os.getsid(0)
-    assert process["ancestors"][0] == os.getpid()
-    assert process["ancestors"][-1] == 1
+    assert process["ancestors"][0] == (os.getpid(), proc.start_of(os.getpid()))
+    assert process["ancestors"][-1] == (1, proc.start_of(1))
     assert process["devices"] == {"a": False}
 
 

@@ -80,7 +80,7 @@ def test_a_scan_tells_who_holds_what(tmp_path: Path) -> None:
             (holder,) = first.devices["a"].holders
             assert (holder.pid, holder.start, holder.uids) == (child.pid, child.start, (0, 0, 0, 0))
             assert (holder.comm, holder.mapped) == ("python3", False)
-            assert holder.ancestors[0] == os.getpid()
+            assert holder.ancestors[0].pid == os.getpid()
             assert first.started <= holder.since <= first.at.boot
             # the sighting is the first one's, however often it is seen again
             second = await rig.scan(a=(node,))
