@@ -128,8 +128,37 @@ def test_wait_signals_nobody_however_long(agent: AgentProcess, vendor: Vendor, m
         assert alive(child.pid)
         (one,) = holders(member)
         assert (one["role"], one["lease"]) == ("leftover", lease)
+        # it is not ill, and that frees it no more than an administrator's back and forth
+        vendor.health("npu-0", "unhealthy", "a passing cloud")
+        vendor.health("npu-0", "healthy")
+        with Client(agent.bus) as root:
+            root.call(NPU, names.DEVICE, "Cordon", "ss", "c", "a look")
+            root.call(NPU, names.DEVICE, "Uncordon", "s", "u")
+        device = member.device("npu-0")
+        assert (device["State"], device["Reason"], device["Health"]) == ("faulty", "reclaim-timeout", "healthy")
     member.wait_for_device("npu-0", State="idle")
     assert '"HETERO_KIND":"process-signalled"' not in agent.log
+
+
+def test_on_fault_kill_ends_the_leases_own_processes(
+    agent: AgentProcess, vendor: Vendor, member: Client
+) -> None:
+    """And nobody else's, though on-end says wait."""
+    lease = lease_of(member, **{"on-fault": V("s", "kill")})
+    path = vendor.file("npu-0")
+    with holding(path, before=as_user(OUTSIDER)) as other:
+        own = Child(path, "open", as_user(MEMBER))
+        try:
+            wait_holders(member, own.pid, other.pid)
+            vendor.health("npu-0", "unhealthy", "fell off the bus")
+            assert own.process.wait(5) == -signal.SIGTERM
+            member.wait_for_device("npu-0", State="reclaiming")
+            assert alive(other.pid)
+            vendor.health("npu-0", "healthy")
+        finally:
+            own.end()
+    member.wait_for_device("npu-0", State="idle")
+    wait_until(lambda: _results(member, lease) == ["failed"], 5, "the end of the lease")
 
 
 _STUCK = """
