@@ -24,9 +24,11 @@ _MARK = "HETERO_AGENT_TEST_RUN"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a shell's background job ignores these two, and so would all that the tests start and interrupt
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # a shell's background job ignores it, and so would all that the tests start and interrupt
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ[_MARK] = str(os.getpid())
     config.stash[_unlisted] = []
 
