@@ -361,14 +361,14 @@ def health_rows(many: int) -> list[Row]:
     return rows
 
 
-def holder_rows() -> list[Row]:
-    """What looking for holders takes, and how soon a device is free."""
+def holder_rows(crowd: int) -> list[Row]:
+    """What looking for holders takes among up to CROWD processes, and how soon a device is free."""
     rows = []
     for processes, files, devices, aim in (
-        (1000, 0, FEW, 250),
-        (1000, 0, 4096, 300),
-        (5000, 26, FEW, 2000),
-        (10_000, 0, FEW, 2000),
+        (crowd // 10, 0, FEW, 250),
+        (crowd // 10, 0, 4096, 300),
+        (crowd // 2, 26, FEW, 2000),
+        (crowd, 0, FEW, 2000),
     ):
         took = holders.scan_of(processes, files, devices)
         each = f" of {files} files" if files else ""
@@ -384,12 +384,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100, help="grants to time at each size (100)")
     parser.add_argument("--idle", type=float, default=60, help="seconds of rest for idle CPU (60)")
     parser.add_argument("--many", type=int, default=4096, help="devices of the large size (4096)")
+    parser.add_argument("--crowd", type=int, default=10_000, help="processes among which is looked (10000)")
     given = parser.parse_args()
     print(f"Linux {platform.release()}, Python {platform.python_version()}, {os.cpu_count()} CPUs", flush=True)
     few = measure(FEW, given.rounds, given.idle)
     many = measure(given.many, given.rounds, 0)
     print(f"\n{'what':<56} {'measured':>12} {'aim':>10}  verdict")
-    for row in (*table(few, many, given.idle), *health_rows(given.many), *holder_rows()):
+    for row in (*table(few, many, given.idle), *health_rows(given.many), *holder_rows(given.crowd)):
         value, aim = f"{row.value:.2f} {row.unit}", f"<= {row.aim:g} {row.unit}"
         print(f"{row.what:<56} {value:>12} {aim:>10}  {row.verdict:<7} {row.remark}".rstrip())
     return 0
