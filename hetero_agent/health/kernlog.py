@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetero_agent.core.symptoms import MessageRule
+from hetero_agent.core.verdict import Fault
 from hetero_agent.text import printable
 from hetero_agent.workers.process import WorkerProcess, Yard, command
 
@@ -109,7 +110,9 @@ class KernelLog:
         worker = self._worker = WorkerProcess(self._start)
         await worker.send(
             {
-                "rules": [[rule.pattern, list(rule.codes)] for rule in self._rules],
+                "rules": [
+                    [rule.pattern, list(rule.codes), rule.fault is Fault.RECOVERED] for rule in self._rules
+                ],
                 "source": self._wanted,
                 "cursor": self._cursor,
                 "back": BACK,

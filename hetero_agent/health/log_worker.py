@@ -4,7 +4,7 @@ A process of its own, since libsystemd maps the journal's files, and a file that
 ends the process that reads it.  What `hetero_agent.workers.child` says of workers; this one is told
 once what to do and then speaks by itself:
 
-- in: ``{"rules": [[pattern, [code, ...]], ...], "source": "auto" | "journal" | "kmsg", "cursor": text,
+- in: ``{"rules": [[pattern, [code, ...], good], ...], "source": "auto" | "journal" | "kmsg", "cursor": text,
   "back": seconds, "libraries": directory}``: begin after CURSOR if it is known, else at most BACK
   seconds before now;
 - out: ``{"source": name, "doubt": text}`` once it reads, DOUBT saying why nothing may ever come, and
@@ -212,7 +212,7 @@ class Reading:
             if found is not None:
                 rule, address, name, code = found
                 passes, repeated = self._throttle.passes(
-                    address or name or device, (rule, code), time.monotonic()
+                    address or name or device, (rule, code), self._rules.good[rule], time.monotonic()
                 )
                 if passes:
                     said.append([rule, address, name, code, line[: messages.LINE_MAX], device, age, repeated])

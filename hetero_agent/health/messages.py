@@ -15,18 +15,22 @@ _NAME = re.compile(r"\(\?P<\w+>")
 #: Characters of a message that are looked at, and passed on.
 LINE_MAX = 1024
 
-#: Seconds within which the same message about the same device is told once.
+#: Seconds within which the same message about the same device is told once, and in which so many
+#: different ones are told of it before the choice begins.
 SAME_WITHIN = 1.0
+MOST = 10
 _DEVICES_MAX = 4096
+_KINDS_MAX = 64
 
 
 class Rules:
-    """Compiled rules: each is ``[pattern, codes]``."""
+    """Compiled rules: each is ``[pattern, codes, good]``, GOOD for news that a device is well again."""
 
     def __init__(self, rules: list[list[Any]]) -> None:
-        self._rules = [(re.compile(pattern), frozenset(codes)) for pattern, codes in rules]
+        self._rules = [(re.compile(pattern), frozenset(codes)) for pattern, codes, _ in rules]
+        self.good = [bool(good) for _, _, good in rules]
         # most messages fit none of them: one search instead of one for each
-        either = "|".join(f"(?:{_NAME.sub('(?:', pattern)})" for pattern, _ in rules)
+        either = "|".join(f"(?:{_NAME.sub('(?:', pattern)})" for pattern, _, _ in rules)
         self._any = re.compile(either or r"(?!)")
 
     def match(self, line: str) -> tuple[int, str, str, str] | None:
@@ -46,22 +50,56 @@ class Rules:
         return None
 
 
-class Throttle:
-    """Lets one message through per device and second while it stays the same one.
+class _Device:
+    """What was told of one device: LAST, whether that was GOOD news, when, how many like it were not
+    told since; and since BEGAN how many were told, and of which kinds."""
 
-    Only repetitions go: another message about the device may say that it is well again, or not.
+    __slots__ = ("at", "began", "count", "good", "kinds", "last", "left_out")
+
+    def __init__(self) -> None:
+        self.last: tuple[int, str] | None = None
+        self.good = False
+        self.at = 0.0
+        self.left_out = 0
+        self.began = 0.0
+        self.count = 0
+        self.kinds: set[tuple[int, str]] = set()
+
+
+class Throttle:
+    """Bounds what is told of one device, without ever making it look better than it is.
+
+    The same message passes once a second while no other one is told.  Of a flood of different ones
+    each kind of bad news passes, and bad news after good; good news doesn't.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[tuple[int, str], float, int]] = {}
+        self._devices: dict[str, _Device] = {}
 
-    def passes(self, device: str, what: tuple[int, str], now: float) -> tuple[bool, int]:
-        """Tell whether a message passes at NOW, and how many like it did not since the last one."""
-        known = self._last.get(device)
-        if known is not None and known[0] == what and now < known[1] + SAME_WITHIN:
-            self._last[device] = (what, known[1], known[2] + 1)
+    def passes(self, device: str, what: tuple[int, str], good: bool, now: float) -> tuple[bool, int]:
+        """Tell whether a message of kind WHAT passes at NOW, and how many like it did not before.
+        GOOD: it says that the device is well again."""
+        known = self._devices.get(device)
+        if known is None:
+            if len(self._devices) >= _DEVICES_MAX:
+                del self._devices[next(iter(self._devices))]
+            known = self._devices[device] = _Device()
+        if now >= known.began + SAME_WITHIN:
+            known.began, known.count = now, 0
+            known.kinds.clear()
+        if not self._is_news(known, what, good, now):
+            known.left_out += 1
             return False, 0
-        if known is None and len(self._last) >= _DEVICES_MAX:
-            del self._last[next(iter(self._last))]
-        self._last[device] = (what, now, 0)
-        return True, known[2] if known is not None and known[0] == what else 0
+        repeated = known.left_out if known.last == what else 0
+        known.last, known.good, known.at, known.left_out = what, good, now, 0
+        known.count += 1
+        known.kinds.add(what)
+        return True, repeated
+
+    @staticmethod
+    def _is_news(known: _Device, what: tuple[int, str], good: bool, now: float) -> bool:
+        if known.last == what and now < known.at + SAME_WITHIN:
+            return False
+        if known.count < MOST:
+            return True
+        return not good and (known.good or (what not in known.kinds and len(known.kinds) < _KINDS_MAX))

@@ -200,7 +200,8 @@ HARMLESS = [
 
 def rules(profile: str) -> tuple[messages.Rules, tuple[MessageRule, ...]]:
     known = PROFILES[profile]
-    return messages.Rules([[one.pattern, list(one.codes)] for one in known]), known
+    rows = [[one.pattern, list(one.codes), one.fault is Fault.RECOVERED] for one in known]
+    return messages.Rules(rows), known
 
 
 @pytest.mark.parametrize(("profile", "line", "fault", "address", "text"), KNOWN)
@@ -229,13 +230,13 @@ def test_no_text_is_too_odd(line: str) -> None:
 
 
 def test_only_the_beginning_of_a_long_line_is_looked_at() -> None:
-    compiled = messages.Rules([["a*b", []]])
+    compiled = messages.Rules([["a*b", [], False]])
     assert compiled.match("a" * 2000 + "b") is None
     assert compiled.match("a" * 100 + "b") == (0, "", "", "")
 
 
 def test_a_name_and_no_group_at_all() -> None:
-    compiled = messages.Rules([["npu (?P<name>npu[0-9]+): dead", []], ["vendor: dead", []]])
+    compiled = messages.Rules([["npu (?P<name>npu[0-9]+): dead", [], False], ["vendor: dead", [], False]])
     assert compiled.match("npu npu7: dead") == (0, "", "npu7", "")
     assert compiled.match("vendor: dead") == (1, "", "", "")
     assert messages.Rules([]).match("anything") is None
@@ -244,18 +245,39 @@ def test_a_name_and_no_group_at_all() -> None:
 def test_the_same_message_passes_once_a_second_and_another_at_once() -> None:
     throttle = messages.Throttle()
     fault, well = (0, "79"), (1, "")
-    assert throttle.passes("a", fault, 0.0) == (True, 0)
-    assert throttle.passes("a", fault, 0.1) == (False, 0)
-    assert throttle.passes("b", fault, 0.1) == (True, 0)
-    assert throttle.passes("a", fault, 0.9) == (False, 0)
-    assert throttle.passes("a", well, 0.95) == (True, 0)
-    assert throttle.passes("a", fault, 0.96) == (True, 0)
-    assert throttle.passes("a", fault, 1.5) == (False, 0)
-    assert throttle.passes("a", fault, 2.0) == (True, 1)
+    assert throttle.passes("a", fault, False, 10.0) == (True, 0)
+    assert throttle.passes("a", fault, False, 10.1) == (False, 0)
+    assert throttle.passes("b", fault, False, 10.1) == (True, 0)
+    assert throttle.passes("a", fault, False, 10.9) == (False, 0)
+    assert throttle.passes("a", well, True, 10.95) == (True, 0)
+    assert throttle.passes("a", fault, False, 10.96) == (True, 0)
+    assert throttle.passes("a", fault, False, 11.5) == (False, 0)
+    assert throttle.passes("a", fault, False, 12.0) == (True, 1)
+
+
+def test_a_flood_of_different_messages_is_bounded() -> None:
+    throttle = messages.Throttle()
+    passed = sum(throttle.passes("a", (0, str(one)), False, 10.0)[0] for one in range(10_000))
+    assert passed == 64
+    assert throttle.passes("a", (0, "9999"), False, 11.1) == (True, 0)
+
+
+@given(st.lists(st.sampled_from("fgh"), max_size=300))
+def test_however_fast_it_changes_the_last_word_that_passes_is_never_too_good(words: list[str]) -> None:
+    """Bad news that is left out was told before, with no good news since."""
+    throttle = messages.Throttle()
+    told: list[str] = []
+    for number, word in enumerate(words):
+        if throttle.passes("a", (ord(word), ""), word == "g", 10 + number / 1000)[0]:
+            told.append(word)
+        elif word != "g":
+            assert told[-1] != "g"
+            assert word in told
+    assert len(told) <= messages.MOST + 4
 
 
 def test_the_throttle_remembers_only_so_many_devices() -> None:
     throttle = messages.Throttle()
     for number in range(20_000):
-        assert throttle.passes(str(number), (0, ""), 0.0) == (True, 0)
-    assert len(throttle._last) == 4096
+        assert throttle.passes(str(number), (0, ""), False, 10.0) == (True, 0)
+    assert len(throttle._devices) == 4096
