@@ -182,6 +182,21 @@ def test_systemd_that_does_not_answer_ends_nothing(
             wait_until(lambda: _gone(service) == [("l", "unit")], what="the end")
 
 
+def test_the_main_process_of_a_service(unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is no process: whatever keeps systemd from telling, nobody is taken for the service's."""
+    monkeypatch.setattr(units, "_TIMEOUT", 0.1)
+    with Service(unit_bus) as service:
+        main_pid = service.service.owners.units.main_pid
+        assert service.run(main_pid(UNIT)) == 0  # no systemd
+        with FakeSystemd(unit_bus, {UNIT: ("active", RUN)}) as systemd:
+            assert service.run(main_pid(UNIT)) == 0  # none runs
+            systemd.main_pids[UNIT] = 4242
+            assert service.run(main_pid(UNIT)) == 4242
+            assert service.run(main_pid("no.service")) == 0
+            systemd.mute = True
+            assert service.run(main_pid(UNIT)) == 0
+
+
 def test_a_signal_that_is_not_systemds_is_only_a_hint(unit_bus: PrivateBus) -> None:
     with FakeSystemd(unit_bus) as systemd, Service(unit_bus, devices=[record(0)]) as service:
         systemd.units[UNIT] = ("active", RUN)
