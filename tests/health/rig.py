@@ -19,7 +19,7 @@ from hetero_agent.health.edge import HealthEdge
 from tests.support.wait import wait_until_async
 
 #: Fast enough for a test; nothing is read from the kernel's messages unless a test says so.
-FAST = HealthTable(interval=0.4, confirm=0.1, deadline=0.4, kernel_log="off")
+FAST = HealthTable(interval=0.25, confirm=0.08, deadline=0.4, kernel_log="off")
 
 GOOD = Opinion(Health.HEALTHY)
 
