@@ -24,6 +24,7 @@ WORKING = EDGE | {"workers"}
 MAY_IMPORT: dict[str, set[str]] = {
     "names": set(),
     "text": set(),
+    "cdispec": {"names"},
     "config": {"text", "names"},
     "faultpoints": set(),
     "core": {"text"},
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "providers": EDGE,
     "health": WORKING,
     "holders": WORKING,
-    "access": EDGE,
+    "access": EDGE | {"cdispec"},
     "store": EDGE,
     "audit": EDGE,
     "bus": EDGE,
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervision": EDGE,
     "engine": WORDS | {"core", "faultpoints"},
     "client": WORDS | {"core"},
-    "cli": WORDS | {"client"},
+    "cli": WORDS | {"client", "cdispec"},
     "sim": WORDS | {"client"},
 }
 
@@ -58,7 +59,7 @@ LIBRARIES: dict[str, set[str]] = {
 }
 
 #: Parts that get time and chance from their caller and do no I/O: they may not even import the means.
-PURE = {"core", "names", "text"}
+PURE = {"core", "names", "text", "cdispec"}
 NOT_IN_PURE = {
     "asyncio", "concurrent", "ctypes", "io", "logging", "multiprocessing", "os", "pathlib", "random",
     "secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys",

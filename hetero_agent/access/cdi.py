@@ -1,0 +1,69 @@
+"""The files by which container runtimes find leases: one specification each, in a directory of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from hetero_agent import cdispec
+from hetero_agent.access.grant import Grant
+from hetero_agent.cdispec import Hook, confirming
+
+__all__ = ["Hook", "confirming", "file_name", "listed", "remove", "spec", "write"]
+
+# VENDOR-CLASS_ID.json, as the specification advises for what does not last
+_PREFIX: Final = cdispec.KIND.replace("/", "-") + "_"
+# what is being written: runtimes read nothing but .json and .yaml
+_NEW: Final = ".new"
+_FILE: Final = re.compile(rf"{re.escape(_PREFIX)}(?P<lease>[0-9a-f]{{32}})\.json(?:{re.escape(_NEW)})?")
+
+_MODE: Final = 0o644
+
+
+def spec(grant: Grant, hook: Hook) -> dict[str, Any]:
+    """Return the specification of what GRANT gives."""
+    return cdispec.spec(grant.manifest, hook)
+
+
+def file_name(lease: str) -> str:
+    """Return the name of LEASE's file."""
+    return f"{_PREFIX}{lease}.json"
+
+
+def write(directory: Path, grant: Grant, hook: Hook) -> Path:
+    """Write GRANT's file, readable by all and never seen half, and return its path; one with the
+    same content is left alone.  DIRECTORY is made if it is missing.  Raises OSError."""
+    text = json.dumps(spec(grant, hook), indent=1) + "\n"
+    path = directory / file_name(grant.lease)
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_text(encoding="utf-8") == text and path.stat().st_mode & 0o777 == _MODE:
+            return path
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    new = path.with_name(path.name + _NEW)
+    # one that a crash left is of no use
+    new.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with os.fdopen(os.open(new, flags, _MODE), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), _MODE)
+        file.write(text)
+    new.replace(path)
+    return path
+
+
+def remove(directory: Path, lease: str) -> None:
+    """Remove LEASE's file if it is there, and what a crash left of writing it.  Raises OSError."""
+    path = directory / file_name(lease)
+    path.unlink(missing_ok=True)
+    path.with_name(path.name + _NEW).unlink(missing_ok=True)
+
+
+def listed(directory: Path) -> set[str]:
+    """Return the leases of which there is something in DIRECTORY to `remove`.  Raises OSError."""
+    try:
+        return {found["lease"] for entry in directory.iterdir() if (found := _FILE.fullmatch(entry.name))}
+    except FileNotFoundError:
+        return set()

@@ -1,0 +1,116 @@
+"""The form of a manifest that container runtimes read: a specification of the Container Device
+Interface (github.com/cncf-tags/container-device-interface, SPEC.md and specs-go/config.go).
+
+One specification per lease, with one device, named by the lease's id.  Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from hetero_agent import names
+
+#: What a device is asked for by: ``--device KIND=LEASE``.
+KIND: Final = "heteroagent.org/lease"
+
+_VERB: Final = "oci-hook"
+
+#: Seconds after which the runtime ends a hook; the agent answers in milliseconds, or not at all.
+HOOK_TIMEOUT: Final = 10
+
+#: Anybody in the container may use its nodes: they are the container's own copies, and there are
+#: no others in it than the lease's.
+_NODE_MODE: Final = 0o666
+
+#: What the vendors' own runtimes take as "add nothing", whatever the image asks for by ENV.
+#: NVIDIA Container Toolkit, "Environment variables"; MindCluster, "Ascend Docker Runtime";
+#: Habana's runtime is a fork of NVIDIA's.
+_VOID: Final = {
+    "ASCEND_VISIBLE_DEVICES": "void",
+    "HABANA_VISIBLE_DEVICES": "void",
+    "NVIDIA_VISIBLE_DEVICES": "void",
+}
+
+_DEVICES: Final = ("char", "block")
+
+
+class Hook(NamedTuple):
+    """The program that confirms a lease when its container is made: its PATH, the ARGUMENTS before
+    the lease's id (from argv[0] on), and its whole ENVIRONMENT, ``NAME=VALUE`` each."""
+
+    path: str
+    arguments: tuple[str, ...]
+    environment: tuple[str, ...] = ()
+
+
+def confirming(address: str, interpreter: str) -> Hook:
+    """Return the hook that asks the agent on the bus at ADDRESS: the installed heteroctl, or this
+    one by Python's INTERPRETER if we run from elsewhere, such as a checkout."""
+    # a whole environment: what is set where the runtime was called has no say
+    environment = (f"{names.BUS_ADDRESS_VARIABLE}={address}",)
+    if __file__.startswith("/usr/lib/"):
+        return Hook("/usr/bin/heteroctl", ("heteroctl", _VERB), environment)
+    root = __file__.rsplit("/", 2)[0]
+    arguments = (interpreter, "-m", "hetero_agent.cli.main", _VERB)
+    return Hook(interpreter, arguments, (*environment, f"PYTHONPATH={root}"))
+
+
+def spec(manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
+    """Return the specification of the lease whose MANIFEST this is (access/manifest.py), in the
+    lowest version that has all that it uses."""
+    lease = manifest["lease"]
+    edits: dict[str, Any] = {
+        "env": [f"{name}={value}" for name, value in sorted(_variables(manifest).items())],
+        "hooks": [
+            {
+                "hookName": "createRuntime",
+                "path": hook.path,
+                "args": [*hook.arguments, lease],
+                "env": list(hook.environment),
+                "timeout": HOOK_TIMEOUT,
+            }
+        ],
+    }
+    # a node that several devices share stands once
+    kinds = {path: kind for _, path, _, kind, *_ in manifest["nodes"]}
+    # no type and no numbers: the runtime takes them from the node as it is when the container starts
+    nodes = [
+        {"path": path, "permissions": "rw", "fileMode": _NODE_MODE}
+        for path, kind in kinds.items()
+        if kind in _DEVICES
+    ]
+    mounts = [
+        _bind(path, path, "rw,nosuid,nodev,noexec") for path, kind in kinds.items() if kind not in _DEVICES
+    ]
+    mounts += [_bind(*mount) for mount in manifest["mounts"]]
+    if nodes:
+        edits["deviceNodes"] = nodes
+    if mounts:
+        edits["mounts"] = mounts
+    return {
+        "cdiVersion": _version(lease),
+        "kind": KIND,
+        "devices": [{"name": lease, "containerEdits": edits}],
+    }
+
+
+def _variables(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What a program in a container goes by: only the lease's devices can be seen there."""
+    return {
+        **_VOID,
+        "HETERO_RESOURCE": manifest["resource"],
+        **manifest["env"],
+        **manifest["env-filtered"],
+    }
+
+
+def _bind(host: str, container: str, options: str) -> dict[str, Any]:
+    given: Sequence[str] = [one for one in options.split(",") if one]
+    return {"hostPath": host, "containerPath": container, "options": [*given, "bind"]}
+
+
+def _version(name: str) -> str:
+    """The lowest version that allows the NAME of a device (specs-go/version.go); all else that is
+    used here is in the first version that runtimes take."""
+    return "0.5.0" if name[0].isdigit() else "0.3.0"
