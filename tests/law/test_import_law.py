@@ -53,6 +53,7 @@ CLIENTS = {"client", "cli", "sim", "bridges"}
 #: Library -> the parts that may import it.
 LIBRARIES: dict[str, set[str]] = {
     "dbus_next": {"bus", "client"},
+    "posix1e": {"access"},
     "pyudev": {"discovery"},
     "systemd": {"health"},
     "sdnotify": {"supervision"},
