@@ -48,6 +48,18 @@ class GrantTable:
 
 
 @dataclass(frozen=True, slots=True)
+class AccessTable:
+    """``[access]``: what leases change on the host.  CDI_DIRECTORY is where their CDI specifications
+    go, ``auto`` (/run/cdi for the agent of the system, else below the runtime directory) or "" for
+    none; ACL says whether a lease's uid gets an entry in the access control lists of its nodes;
+    HELPER is the socket of who does it as root: ``auto``, ``none``, or a path."""
+
+    cdi_directory: str = "auto"
+    acl: bool = True
+    helper: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class ReclaimTable:
     """``[reclaim]``: seconds until an unproven return is a fault, from TERM to KILL, between a
     stranger's two sightings, between full scans; what happens to strangers; and whose processes
@@ -135,6 +147,7 @@ class Config:
     agent: AgentTable = field(default_factory=AgentTable)
     limits: LimitsTable = field(default_factory=LimitsTable)
     grant: GrantTable = field(default_factory=GrantTable)
+    access: AccessTable = field(default_factory=AccessTable)
     reclaim: ReclaimTable = field(default_factory=ReclaimTable)
     discovery: DiscoveryTable = field(default_factory=DiscoveryTable)
     health: HealthTable = field(default_factory=HealthTable)
@@ -144,11 +157,16 @@ class Config:
 
 _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("agent", "log-level"): ("debug", "info", "notice", "warning", "err"),
+    ("access", "cdi-directory"): ("auto", ""),
+    ("access", "helper"): ("auto", "none"),
     ("reclaim", "orphans"): ("wait", "kill"),
     ("reclaim", "pid-namespace"): ("host", "own"),
     ("discovery", "udev-source"): ("auto", "udev", "kernel"),
     ("health", "kernel-log"): ("auto", "journal", "kmsg", "off"),
 }
+
+#: Texts that may also be an absolute path.
+_PATHS = {("access", "cdi-directory"), ("access", "helper")}
 
 #: Least and greatest value of a number, by (table, key); others are 1 to 2**31-1.
 _RANGES: dict[tuple[str, str], tuple[float, float]] = {
@@ -228,10 +246,16 @@ def _value(hint: Any, table: str, key: str, value: Any, label: str) -> Any:
     where = f"{label} {key}"
     if hint is str:
         choices = _CHOICES.get((table, key))
-        if not isinstance(value, str) or (choices and value not in choices):
+        path = (table, key) in _PATHS and isinstance(value, str) and value.startswith("/")
+        if not isinstance(value, str) or (choices and value not in choices and not path):
+            choices = (*choices, "an absolute path") if choices and (table, key) in _PATHS else choices
             raise ConfigError(
                 f"{where}: expected {' or '.join(choices) if choices else 'text'}, got {printable(value)}"
             )
+        return value
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: expected true or false, got {printable(value)}")
         return value
     if hint in (int, float):
         low, high = _RANGES.get((table, key), (1, 2**31 - 1))

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from hetero_agent import __version__, names
 from hetero_agent import config as configuration
-from hetero_agent.access.door import Door
+from hetero_agent.access.choice import choose
+from hetero_agent.access.door import Doer, Door
 from hetero_agent.audit import loghandler
 from hetero_agent.audit.journal import JournalWriter
 from hetero_agent.bus.service import BusService
@@ -124,7 +125,7 @@ class Daemon:
         self.registry = Registry(
             config.providers, config.limits, submit, now, self.governor.epoch, self._source_of
         )
-        self.door = Door()
+        self.door = Door(self._doer())
         self.bus = BusService(
             config,
             self.engine,
@@ -134,6 +135,11 @@ class Daemon:
             handler.target,
         )
         self.bus.host_news = self._host_news
+
+    def _doer(self) -> Doer:
+        return choose(
+            self.config.access, self.places.runtime, self.places.bus, self.config.grant.effects_timeout
+        )
 
     def _protected(self) -> set[int]:
         """Processes that are never signalled whatever a lease says."""
@@ -243,6 +249,7 @@ class Daemon:
         await self.holders.stop()
         self.registry.close()
         await self.engine.stop()
+        self.door.close()
         self.bus.close()
         await self.audit.stop(LAST_WORDS)
         self.lasting.close()
@@ -297,7 +304,13 @@ class Daemon:
         found = []
         if self.engine.store_problem:
             found.append(f"ledger: {self.engine.store_problem}")
-        edges = (self.lasting.problem, self.audit.problem, self.holders.problem, self.alerts.problem)
+        edges = (
+            self.lasting.problem,
+            self.audit.problem,
+            self.holders.problem,
+            self.alerts.problem,
+            self.door.problem,
+        )
         found += [problem for problem in edges if problem]
         found += self.health.problems()
         if self.places.sources != "none":
@@ -326,6 +339,7 @@ class Daemon:
             self.engine.configure(config.grant.effects_timeout, config.reclaim.scan_interval)
             self.registry.reload(config)
             self.door.reload()
+            self.door.use(self._doer())
             loghandler.set_level(config.agent.log_level)
             await self.bus.reload(config)
             if self.places.sources != "none":

@@ -30,6 +30,11 @@ RUNTIME_DIR: Final = "/run/hetero-agent"
 STATE_DIR: Final = "/var/lib/hetero-agent"
 LEDGER_FILE: Final = "ledger.sqlite"
 LASTING_FILE: Final = "lasting.sqlite"
+#: The privileged helper's: its socket, and its records of what it has made.
+ACCESS_DIR: Final = "/run/hetero-agent-access"
+ACCESS_SOCKET: Final = ACCESS_DIR + "/socket"
+#: Where container runtimes look for specifications of what does not last.
+CDI_DIR: Final = "/run/cdi"
 SIM_SOCKET: Final = "/run/hetero-agent-sim/control.sock"
 
 #: The environment variable that names the bus for the agent, heteroctl and the simulator.

@@ -10,11 +10,12 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
+from hetero_agent.access.grant import Grant
 from hetero_agent.access.manifest import AccessError, build
 from hetero_agent.core.model import DeviceRecord, Lease, Node
 from hetero_agent.text import printable
@@ -37,22 +38,51 @@ T = TypeVar("T")
 Mount = tuple[str, str, str]
 
 
+class Doer(Protocol):
+    """Who has the hands do something (direct.py, remote.py)."""
+
+    @property
+    def problem(self) -> str:
+        """What an administrator should know, "" if all is well."""
+
+    async def prepare(self, grant: Grant) -> None:
+        """Make what is missing of GRANT.  Raises AccessError."""
+
+    async def revoke(self, lease: str) -> None:
+        """Undo what was made for LEASE.  Raises AccessError."""
+
+    async def sweep(self, live: Collection[str]) -> None:
+        """Undo what was made for other leases than LIVE.  Raises AccessError."""
+
+    def close(self) -> None:
+        """Let go of what it has open."""
+
+
 class Door:
-    """What the engine knows as `Access`.
+    """What the engine knows as `Access`.  Without a DOER nothing is made on the host."""
 
-    What a grant makes on the host has one place here, between the check of the nodes and the
-    manifest in `prepare`, and its undoing in `revoke`.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, doer: Doer | None = None) -> None:
+        self._doer = doer
         self._gids: dict[str, int | None] = {}
         self._local: dict[int, bool] = {}
 
-    async def prepare(self, lease: Lease, records: Sequence[DeviceRecord]) -> dict[str, object]:
-        """Check every node of the lease's devices against the kernel and return the manifest.
+    @property
+    def problem(self) -> str:
+        """What an administrator should know, "" if all is well."""
+        return self._doer.problem if self._doer is not None else ""
 
-        Raises AccessError, with nothing left behind, when a node is not what discovery saw, or a
-        mount's source is missing.
+    def use(self, doer: Doer | None) -> None:
+        """Have all that is made and undone from now on done by DOER."""
+        if self._doer is not None:
+            self._doer.close()
+        self._doer = doer
+
+    async def prepare(self, lease: Lease, records: Sequence[DeviceRecord]) -> dict[str, object]:
+        """Check every node of the lease's devices against the kernel, make what they give on the
+        host, and return the manifest.
+
+        Raises AccessError, with nothing left behind, when a node is not what discovery saw, a
+        mount's source is missing, or something can't be made.
         """
         known = {record.id: record for record in records}
         try:
@@ -71,11 +101,31 @@ class Door:
         else:
             existing, nodes = await _in_thread(look, "the nodes and mounts of the lease")
         groups = await self._group_ids({name for record in ordered for name in record.groups})
-        return build(lease, ordered, nodes, groups, existing)
+        manifest = build(lease, ordered, nodes, groups, existing)
+        if self._doer is not None:
+            await self._doer.prepare(Grant(lease.id, lease.uid, manifest))
+        return manifest
+
+    async def renew(self, lease: Lease) -> None:
+        """Make again what is missing of what `prepare` made for LEASE.  Raises AccessError."""
+        if self._doer is not None:
+            await self._doer.prepare(Grant(lease.id, lease.uid, lease.manifest))
 
     async def revoke(self, lease: str) -> None:
-        """Undo what `prepare` made for LEASE.  Nothing of it lasts yet, so there is nothing to undo;
-        CDI files and ACLs are taken back here once there are any."""
+        """Undo what `prepare` made for LEASE, whole or half.  Raises AccessError: it is to be tried
+        again then."""
+        if self._doer is not None:
+            await self._doer.revoke(lease)
+
+    async def sweep(self, live: frozenset[str]) -> None:
+        """Undo what was made for leases other than LIVE.  Raises AccessError."""
+        if self._doer is not None:
+            await self._doer.sweep(live)
+
+    def close(self) -> None:
+        """Let go of what is open; all that was made stays."""
+        if self._doer is not None:
+            self._doer.close()
 
     def reload(self) -> None:
         """Forget what the names of groups meant."""

@@ -1,0 +1,54 @@
+"""Who carries out what leases change on the host: this process, or the privileged helper."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hetero_agent import names
+from hetero_agent.access.direct import Direct
+from hetero_agent.access.door import Doer
+from hetero_agent.access.grantfile import DIRECTORY
+from hetero_agent.access.remote import Remote
+from hetero_agent.config import AccessTable
+
+
+def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer:
+    """Return who does it by the configuration's TABLE for the agent whose runtime directory is
+    RUNTIME, and which is on the bus at the address BUS.
+
+    ``auto`` is the system's helper for the system's agent, and where its socket is missing this
+    process, if it is root.  DEADLINE is the seconds that the helper may take.
+    """
+    path = Path(names.ACCESS_SOCKET if table.helper == "auto" else table.helper)
+    if table.helper == "auto":
+        remote = is_system(runtime) and (path.exists() or os.geteuid() != 0)
+    else:
+        remote = table.helper != "none"
+    if remote:
+        return Remote(path, runtime / DIRECTORY, deadline)
+    return _direct(table, runtime, bus)
+
+
+def is_system(runtime: Path) -> bool:
+    """Whether this is the runtime directory of the system's own agent, not of one in a test."""
+    return runtime == Path(names.RUNTIME_DIR)
+
+
+def specifications(table: AccessTable, runtime: Path) -> Path | None:
+    """The directory that CDI specifications go to, None for none."""
+    if table.cdi_directory == "auto":
+        return Path(names.CDI_DIR) if is_system(runtime) else runtime / "cdi"
+    return Path(table.cdi_directory) if table.cdi_directory else None
+
+
+def _direct(table: AccessTable, runtime: Path, bus: str) -> Doer:
+    # late: an agent with a helper needs none of it
+    from hetero_agent.access.cdi import confirming  # noqa: PLC0415
+    from hetero_agent.access.hands import Hands  # noqa: PLC0415
+
+    # the helper's own records, so that either can undo what the other made
+    records = Path(names.ACCESS_DIR) if is_system(runtime) else runtime / "access"
+    hook = confirming(bus, sys.executable)
+    return Direct(Hands(records, specifications(table, runtime), table.acl and os.geteuid() == 0, hook))

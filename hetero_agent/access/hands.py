@@ -1,0 +1,124 @@
+"""The hands: what a lease changes on the host, made and undone.  Synchronous, and root's work.
+
+Each step is written into the record (record.py) before it is made, and is undone by the record
+alone; so neither a crash nor a grant that nobody remembers leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from hetero_agent.access import acl, cdi
+from hetero_agent.access.grant import Grant, GrantedNode
+from hetero_agent.access.manifest import AccessError
+from hetero_agent.access.record import Made, Records
+from hetero_agent.text import printable
+
+log = logging.getLogger("hetero_agent.access")
+
+
+class Hands:
+    """Makes what grants give, with their records in RECORDS.
+
+    SPECIFICATIONS is the directory of CDI specifications, None for none, HOOK the program that they
+    name; with ENTRIES a lease's uid gets an entry in the access control lists of its nodes.
+    """
+
+    def __init__(self, records: Path, specifications: Path | None, entries: bool, hook: cdi.Hook) -> None:
+        self._records = Records(records)
+        self._specifications = specifications
+        self._entries = entries
+        self._hook = hook
+
+    def prepare(self, grant: Grant) -> None:
+        """Make what GRANT gives and is not there yet.  Raises AccessError; a lease that had nothing
+        before has nothing then."""
+        before = self._records.get(grant.lease)
+        try:
+            self._make(grant, before)
+        except (AccessError, OSError) as error:
+            if before is None:
+                try:
+                    self.revoke(grant.lease)
+                except AccessError as failure:
+                    log.error("a failed grant is not undone: %s", printable(failure, 512))
+            raise error if isinstance(error, AccessError) else _failed(grant.lease, error) from error
+
+    def revoke(self, lease: str) -> None:
+        """Undo all of LEASE; nothing to undo is no error.  Raises AccessError with what is left in
+        the record, so that it can be tried again."""
+        made = self._records.get(lease)
+        if made is None:
+            return
+        problems = []
+        if made.directory:
+            try:
+                cdi.remove(Path(made.directory), lease)
+            except (AccessError, OSError) as error:
+                problems.append(printable(error))
+        for node in made.nodes:
+            if not self._shared(node, made.uid, lease):
+                try:
+                    acl.take(node, made.uid)
+                except (AccessError, OSError) as error:
+                    problems.append(printable(error))
+        if problems:
+            raise AccessError("; ".join(problems[:3]))
+        try:
+            self._records.remove(lease)
+        except OSError as error:
+            raise _failed(lease, error) from error
+
+    def sweep(self, live: Collection[str]) -> None:
+        """Undo every lease that is not LIVE.  Raises AccessError after all were tried."""
+        problems = []
+        for lease in self._records:
+            if lease not in live:
+                try:
+                    self.revoke(lease)
+                except AccessError as error:
+                    problems.append(f"lease {lease}: {error}")
+        if problems:
+            raise AccessError("; ".join(problems[:3]))
+
+    def _make(self, grant: Grant, before: Made | None) -> None:
+        if before is not None and before.uid != grant.uid:
+            self.revoke(grant.lease)
+            before = None
+        nodes = self._nodes(grant, before)
+        directory = str(self._specifications) if self._specifications is not None else ""
+        if not nodes and not directory:
+            return
+        self._records.write(grant.lease, Made(grant.uid, directory, nodes))
+        if self._specifications is not None:
+            cdi.write(self._specifications, grant, self._hook)
+        for node in nodes:
+            acl.give(node, grant.uid)
+
+    def _nodes(self, grant: Grant, before: Made | None) -> tuple[GrantedNode, ...]:
+        """The nodes on which the entry of GRANT's uid is ours, or will be: an entry that was there
+        before us, and is no other lease's, is not ours to take away."""
+        if not self._entries or grant.uid == 0:
+            return ()
+        had = {node.path for node in before.nodes} if before is not None else set()
+        # each once: a lease's devices share their control nodes
+        once = {node.path: node for node in grant.nodes}.values()
+        return tuple(
+            node
+            for node in once
+            if node.path in had or self._shared(node, grant.uid, grant.lease) or acl.needs(node, grant.uid)
+        )
+
+    def _shared(self, node: GrantedNode, uid: int, lease: str) -> bool:
+        """Whether another lease of UID has its entry on NODE from us."""
+        return any(
+            made.uid == uid and any(one.path == node.path for one in made.nodes)
+            for other, made in self._records.items().items()
+            if other != lease
+        )
+
+
+def _failed(lease: str, error: OSError) -> AccessError:
+    return AccessError(f"the host can't be changed for lease {lease}: {printable(error)}")

@@ -1,0 +1,126 @@
+"""The hands in another process: the agent's privileged helper, asked over a socket.
+
+One connection, one request at a time, answered in order.  All requests may be repeated, so one that
+the helper's end cut off is simply sent again; one that took too long takes its connection with it, so
+that a late answer is never taken for the next request's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from hetero_agent.access.grant import Grant
+from hetero_agent.access.grantfile import GrantFiles
+from hetero_agent.access.manifest import AccessError
+from hetero_agent.text import printable
+
+VERSION: Final = 1
+#: Bytes of a request and of an answer.
+REQUEST_MAX: Final = 256
+ANSWER_MAX: Final = 4096
+
+_REMEDY: Final = "systemctl enable --now hetero-agent-access.socket"
+
+
+class Remote:
+    """Asks the helper behind SOCKET, and tells it what leases give by files in GRANTS.
+
+    DEADLINE is the seconds that a request may take.  Without the socket nothing is made, and
+    `problem` says so.
+    """
+
+    def __init__(self, path: Path, grants: Path, deadline: float) -> None:
+        self._path = path
+        self._files = GrantFiles(grants)
+        self.deadline = deadline
+        self._connection: socket.socket | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def problem(self) -> str:
+        """What an administrator should know, "" if all is well."""
+        if self._path.exists():
+            return ""
+        return f"no access helper ({self._path}), so leases give no ACLs and no CDI files: {_REMEDY}"
+
+    async def prepare(self, grant: Grant) -> None:
+        """Have the helper make what GRANT gives.  Raises AccessError, with the request undone or to
+        be undone by `revoke`."""
+        if not self._path.exists():
+            return
+        try:
+            self._files.write(grant)
+        except OSError as error:
+            raise AccessError(f"the grant can't be written down: {printable(error)}") from error
+        await self._ask("prepare", grant.lease)
+
+    async def revoke(self, lease: str) -> None:
+        """Have the helper undo LEASE, if it was ever told of it.  Raises AccessError."""
+        if self._files.exists(lease):
+            await self._ask("revoke", lease)
+            self._files.remove(lease)
+
+    async def sweep(self, live: Collection[str]) -> None:
+        """Have the helper undo all that is not of a lease in LIVE.  Raises AccessError."""
+        try:
+            self._files.keep(live)
+        except OSError as error:
+            raise AccessError(f"old grant files can't be removed: {printable(error)}") from error
+        if self._path.exists():
+            await self._ask("sweep")
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    async def _ask(self, what: str, lease: str = "") -> None:
+        request = {"version": VERSION, "do": what} | ({"lease": lease} if lease else {})
+        data = json.dumps(request).encode()
+        try:
+            async with asyncio.timeout(self.deadline), self._turn:
+                answer = await self._exchange(data)
+        except TimeoutError as error:
+            raise AccessError(f"the access helper does not answer within {self.deadline:g} s") from error
+        except OSError as error:
+            raise AccessError(f"the access helper can't be reached: {printable(error.strerror)}") from error
+        try:
+            result = json.loads(answer)
+            if result["ok"] is True:
+                return
+            text = printable(result["error"], 512)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise AccessError("the access helper's answer makes no sense") from error
+        raise AccessError(text)
+
+    async def _exchange(self, data: bytes) -> bytes:
+        """Send DATA and return the answer; once more from the start if the helper ended meanwhile,
+        as it does when it has been idle."""
+        try:
+            try:
+                return await self._once(data)
+            except ConnectionError:
+                self.close()
+                return await self._once(data)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _once(self, data: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        if self._connection is None:
+            self._connection = socket.socket(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
+            await loop.sock_connect(self._connection, str(self._path))
+        await loop.sock_sendall(self._connection, data)
+        answer = await loop.sock_recv(self._connection, ANSWER_MAX)
+        if not answer:
+            raise ConnectionResetError(104, "the access helper ended")
+        return answer
