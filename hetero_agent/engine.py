@@ -23,6 +23,7 @@ from hetero_agent.core.effects import (
     PrepareAccess,
     Refusal,
     Refuse,
+    RenewAccess,
     Reply,
     RequestScan,
     Restored,
@@ -37,11 +38,14 @@ from hetero_agent.core.effects import (
 from hetero_agent.core.events import (
     AccessFailed,
     AccessPrepared,
+    AccessRenewed,
+    AccessRevoked,
     Allocate,
     Confirm,
     CordonStored,
     DeviceScan,
     Event,
+    Note,
     OwnerGone,
     Reap,
     Release,
@@ -51,7 +55,7 @@ from hetero_agent.core.events import (
     Token,
 )
 from hetero_agent.core.governor import Governor
-from hetero_agent.core.model import Binding, Instant
+from hetero_agent.core.model import AuditKind, Binding, Instant, Lease
 from hetero_agent.core.ports import Access, HealthWatch, Holders, Lasting, Ledger, Publisher
 from hetero_agent.text import printable
 
@@ -144,6 +148,7 @@ class Engine:
         """Take up what the stores kept and act on it."""
         outcome = self.governor.restore(restored, self.now())
         self._store(outcome.changes)
+        self._spawn(self._sweep(frozenset(self.governor.leases)))
         self._carry_out(outcome)
         self._look_first()
         self._scan_timer = self._loop.call_later(self._scan_interval, self._full_scan)
@@ -332,7 +337,9 @@ class Engine:
             case PrepareAccess():
                 self._spawn(self._prepare(effect))
             case RevokeAccess(lease):
-                self._spawn(self._access.revoke(lease))
+                self._spawn(self._revoke(lease))
+            case RenewAccess(leased):
+                self._spawn(self._renew(leased))
             case WatchOwner(lease, binding):
                 if binding.pid is not None:
                     self._holders.watch_process(lease, binding)
@@ -377,6 +384,32 @@ class Engine:
             self.submit(AccessFailed(self.now(), lease.id, "the agent failed; its log says how"))
         else:
             self.submit(AccessPrepared(self.now(), lease.id, manifest))
+
+    async def _revoke(self, lease: str) -> None:
+        error = await self._attempt(self._access.revoke(lease), f"revoking lease {lease}")
+        self.submit(AccessRevoked(self.now(), lease, error))
+
+    async def _renew(self, lease: Lease) -> None:
+        error = await self._attempt(self._access.renew(lease), f"renewing lease {lease.id}")
+        self.submit(AccessRenewed(self.now(), lease.id, error))
+
+    async def _sweep(self, live: frozenset[str]) -> None:
+        error = await self._attempt(self._access.sweep(live), "sweeping what unknown leases left")
+        if error:
+            text = f"what leases gave that are not known any more could not be taken back: {error}"
+            self.submit(Note(self.now(), AuditKind.ACCESS, text, 4))
+
+    async def _attempt(self, work: Coroutine[Any, Any, None], what: str) -> str:
+        """Do WORK within the time that effects have; returns "" or why it failed."""
+        try:
+            async with asyncio.timeout(self.effects_timeout):
+                await work
+        except (ValueError, OSError, TimeoutError) as error:
+            return printable(error) or f"it took over {self.effects_timeout:g} s"
+        except Exception:
+            log.exception("%s failed", what)
+            return "the agent failed; its log says how"
+        return ""
 
     # -- scans and time ---------------------------------------------------------------------------------
     def _scan(self, names: Iterable[str]) -> None:
@@ -453,6 +486,7 @@ class Engine:
 _WORK = (
     PrepareAccess,
     RevokeAccess,
+    RenewAccess,
     WatchOwner,
     UnwatchOwner,
     WatchNodes,

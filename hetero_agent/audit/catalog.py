@@ -33,4 +33,5 @@ MESSAGE_IDS: Final[dict[AuditKind, str]] = {
     AuditKind.RELOADED: "48b0b98dd59a4f70af5a4369c9695da9",
     AuditKind.CORRELATION: "866e9f7c3abf42d9a9b0616c256585e5",
     AuditKind.APPLICATION_FAULT: "e9ea1b7d4ae340f39562ab6514c542c8",
+    AuditKind.ACCESS: "b1cb418d85ef43618340d143107073e8",
 }

@@ -70,9 +70,16 @@ class PrepareAccess:
 
 @dataclass(frozen=True, slots=True)
 class RevokeAccess:
-    """Undo what PrepareAccess made for this lease, whole or half."""
+    """Undo what PrepareAccess made for this lease, whole or half; answer AccessRevoked."""
 
     lease: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAccess:
+    """See that all is there that the lease gives, and make what is not; answer AccessRenewed."""
+
+    lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +234,7 @@ Effect = (
     | Refuse
     | PrepareAccess
     | RevokeAccess
+    | RenewAccess
     | RequestScan
     | WatchOwner
     | UnwatchOwner

@@ -150,6 +150,33 @@ class AccessFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AccessRevoked:
+    """What LEASE gave is taken back, or could not be for the reason ERROR."""
+
+    at: Instant
+    lease: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRenewed:
+    """What LEASE gives was looked at and is all there (again), or it could not be made for the
+    reason ERROR."""
+
+    at: Instant
+    lease: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodesTouched:
+    """The mode, owner or ACL of a node of DEVICE was changed, or the node was made anew (inotify)."""
+
+    at: Instant
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     """What became of a Terminate effect: SENT, or the reason why not."""
 
@@ -283,6 +310,9 @@ Event = (
     | OwnerGone
     | AccessPrepared
     | AccessFailed
+    | AccessRevoked
+    | AccessRenewed
+    | NodesTouched
     | Signalled
     | CordonStored
     | Tick

@@ -1,7 +1,7 @@
 """The one decider: each event in, its changes and effects out.  Pure and synchronous.
 
 The governor only dispatches: `presence` knows what is there and how it is, `grants` who has
-it, `returns` whether it came back; `world` holds the tables and undoes a failed event.
+it, `upkeep` what it gives, `returns` whether it came back; `world` holds the tables and undoes a failed event.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from hetero_agent.core.effects import (
     Refuse,
     RequestScan,
     Restored,
-    RevokeAccess,
     WatchNodes,
     WatchOwner,
 )
 from hetero_agent.core.events import (
     AccessFailed,
     AccessPrepared,
+    AccessRenewed,
+    AccessRevoked,
     Allocate,
     Closed,
     Confirm,
@@ -32,6 +33,7 @@ from hetero_agent.core.events import (
     Happened,
     HealthJudged,
     HealthSeen,
+    NodesTouched,
     Note,
     Observed,
     Opened,
@@ -70,6 +72,7 @@ from hetero_agent.core.ports import Explanation
 from hetero_agent.core.presence import Presence, evidence_fields
 from hetero_agent.core.returns import Returns
 from hetero_agent.core.settings import Settings
+from hetero_agent.core.upkeep import Upkeep
 from hetero_agent.core.world import HISTORY, World
 from hetero_agent.text import printable
 
@@ -84,6 +87,7 @@ class Governor:
         self.world = World(settings, epoch)
         self.returns = Returns(self.world)
         self.grants = Grants(self.world, self.returns)
+        self.upkeep = Upkeep(self.world)
         self.presence = Presence(self.world, self.grants, self.returns)
 
     # -- events -----------------------------------------------------------------------------------
@@ -121,6 +125,12 @@ class Governor:
                 self.grants.prepared(event)
             case AccessFailed():
                 self.grants.failed(event)
+            case AccessRevoked():
+                self.upkeep.revoked(event)
+            case AccessRenewed():
+                self.upkeep.renewed(event)
+            case NodesTouched():
+                self.upkeep.touched(event)
             case OwnerGone():
                 self.grants.owner_gone(event)
             case Opened():
@@ -179,6 +189,10 @@ class Governor:
                 self.returns.overdue(name, at)
             elif kind == "check":
                 self.returns.check(name)
+            elif kind == "renew":
+                self.upkeep.renew(name)
+            elif kind == "revoke":
+                self.upkeep.again(name)
             elif kind == "purge":
                 requests.purge(self.world, at)
 
@@ -292,7 +306,7 @@ class Governor:
         )
         world.drop_lease(lease.id)
         requests.spend(world, lease.id, at)
-        world.effect(RevokeAccess(lease.id))
+        world.revoke(lease.id)
 
     def _roll_back(self, lease: Lease, at: Instant) -> None:
         world = self.world
@@ -309,13 +323,13 @@ class Governor:
             request_id=lease.key.request_id,
             extra={"RESULT": str(Result.FAILED)},
         )
-        world.effect(RevokeAccess(lease.id))
+        world.revoke(lease.id)
 
     def _take_up(self, lease: Lease, known: Mapping[str, DeviceRecord], at: Instant) -> None:
         world = self.world
         world.put_lease(lease)
         if not lease.alive:
-            world.effect(RevokeAccess(lease.id))
+            world.revoke(lease.id)
             return
         for device_id in lease.devices:
             if device_id in lease.returned:
@@ -329,6 +343,7 @@ class Governor:
             world.alarm(lease.deadline, "lease", lease.id)
         if lease.binding:
             world.effect(WatchOwner(lease.id, lease.binding))
+        self.upkeep.renew(lease.id)
 
     def _placeholder(self, record: DeviceRecord, state: State, lease: str, at: Instant) -> None:
         """A device that the ledger knows before its source has spoken."""

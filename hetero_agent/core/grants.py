@@ -18,7 +18,6 @@ from hetero_agent.core.effects import (
     Refuse,
     Reply,
     RequestScan,
-    RevokeAccess,
     UnwatchOwner,
     WatchOwner,
 )
@@ -359,7 +358,7 @@ class Grants:
         world = self.world
         lease = world.leases.get(event.lease)
         if lease is None or not lease.alive:
-            world.effect(RevokeAccess(event.lease))
+            world.revoke(event.lease)
             return
         if lease.granted:
             return
@@ -564,7 +563,7 @@ class Grants:
             # a refusal is not remembered: the request id may be used again at once
             world.drop_request(lease.key)
         world.effect(UnwatchOwner(lease.id))
-        world.effect(RevokeAccess(lease.id))
+        world.revoke(lease.id)
         returned = []
         for device_id in lease.devices:
             device = world.devices.get(device_id)

@@ -145,6 +145,7 @@ class Facts(NamedTuple):
     unproven: bool
     overdue: bool
     incomplete: bool
+    unrevoked: bool
     cordoned: bool
     obstacle: Obstacle
     health: Health
@@ -166,6 +167,12 @@ class Rule:
     reason: str | Callable[[Facts], str] = ""
 
 
+def _overdue(facts: Facts) -> str:
+    if facts.incomplete:
+        return "scan-incomplete"
+    return "access-not-revoked" if facts.unrevoked and not facts.held_by else "reclaim-timeout"
+
+
 #: The first rule that fits gives the state; None means the object is removed.
 SETTLE: tuple[Rule, ...] = (
     Rule("absent", lambda f: not f.present, None, "absent"),
@@ -173,9 +180,14 @@ SETTLE: tuple[Rule, ...] = (
         "return unproven past its deadline",
         lambda f: f.unproven and f.overdue,
         S.FAULTY,
-        lambda f: "scan-incomplete" if f.incomplete else "reclaim-timeout",
+        _overdue,
     ),
-    Rule("return unproven", lambda f: f.unproven, S.RECLAIMING, lambda f: f.held_by),
+    Rule(
+        "return unproven",
+        lambda f: f.unproven,
+        S.RECLAIMING,
+        lambda f: f.held_by or ("access-not-revoked" if f.unrevoked else ""),
+    ),
     Rule("cordoned", lambda f: f.cordoned, S.OFFLINE, "cordoned"),
     Rule(
         "no driver, no node, or bound to vfio-pci",

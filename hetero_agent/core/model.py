@@ -406,6 +406,15 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Revocation:
+    """What an ended lease gave is being taken back.  ERROR says why the last try failed, WAITING
+    that a device of it was found free of holders meanwhile and is still not returned."""
+
+    error: str = ""
+    waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Debt:
     """A device whose return is not proven yet.
 
@@ -456,6 +465,7 @@ class AuditKind(StrEnum):
     RELOADED = "config-reloaded"
     CORRELATION = "correlation"
     APPLICATION_FAULT = "application-fault"
+    ACCESS = "access"
 
 
 #: What the history of a device is made of.

@@ -66,8 +66,14 @@ class Access(Protocol):
         """Make the effects, check the nodes against the kernel, return the manifest.
         Raises AccessError (ValueError) with all undone."""
 
+    async def renew(self, lease: Lease) -> None:
+        """Make again what is missing of the effects of a granted lease.  Raises AccessError."""
+
     async def revoke(self, lease: str) -> None:
-        """Undo, whole or half, as often as called."""
+        """Undo, whole or half, as often as called.  Raises AccessError: it is to be tried again."""
+
+    async def sweep(self, live: frozenset[str]) -> None:
+        """Undo what was made for leases other than these.  Raises AccessError."""
 
 
 class Holders(Protocol):

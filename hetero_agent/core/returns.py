@@ -309,6 +309,15 @@ class Returns:
             self._end_holders(device, world.debts[device.id], holders, event.at)
             self._look_again(device.id, event.at.boot + (_OVERDUE_AGAIN if debt.overdue else _OWED_AGAIN))
             return None
+        revocation = world.revoking.get(debt.lease)
+        if revocation is not None:
+            # free of holders, but its owner, or a container, could still open it
+            world.assign(world.revoking, debt.lease, replace(revocation, waiting=True))
+            if debt.incomplete:
+                world.put_debt(replace(debt, incomplete=False))
+            device = replace(device, holders=(), system=system, uninspected=False)
+            world.move(device, Trigger.SCANNED, event.at)
+            return None
         world.drop_debt(device.id)
         self.forget_device(device.id)
         device = replace(
@@ -580,15 +589,21 @@ class Returns:
             return
         world.put_debt(replace(debt, overdue=True))
         names = ", ".join(_name(holder) for holder in device.holders[:8]) or "nobody that could be seen"
+        why = f"it is held by {names}"
+        reason = names
+        revocation = world.revoking.get(debt.lease)
+        if revocation is not None and not device.holders:
+            reason = printable(revocation.error) or "no answer"
+            why = f"what its lease gave could not be taken back: {reason}"
         world.audit(
             AuditKind.HEALTH,
             at,
-            f"{device_id} did not come back in time; it is held by {names}",
+            f"{device_id} did not come back in time; {why}",
             priority=3,
             device=device.record,
             lease=debt.lease,
             trigger=Trigger.RETURN_OVERDUE,
-            reason=names,
+            reason=reason,
         )
         world.move(device, Trigger.RETURN_OVERDUE, at)
 

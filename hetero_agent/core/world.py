@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from hetero_agent.core.effects import (
     DeviceRemoved,
+    RevokeAccess,
     StateChanged,
     WatchHealth,
     WatchNodes,
@@ -34,6 +35,7 @@ from hetero_agent.core.model import (
     Lease,
     RequestKey,
     RequestRecord,
+    Revocation,
     State,
 )
 from hetero_agent.core.roster import Roster
@@ -62,6 +64,7 @@ class World(Roster):
         self.leases: dict[str, Lease] = {}
         self.requests: dict[RequestKey, RequestRecord] = {}
         self.cordons: dict[str, Cordon] = {}
+        self.revoking: dict[str, Revocation] = {}
         self.counts: dict[str, int] = {}
         self.histories: dict[str, deque[AuditRecord]] = {}
         self.load: Counter[tuple[int, str]] = Counter()
@@ -155,6 +158,12 @@ class World(Roster):
         elif not self.remembered[key.uid]:
             del self.remembered[key.uid]
 
+    def revoke(self, lease_id: str) -> None:
+        """Have taken back what a lease gives: no device of it is returned before."""
+        if lease_id not in self.revoking:
+            self.assign(self.revoking, lease_id, Revocation())
+        self.effect(RevokeAccess(lease_id))
+
     def history(self, record: DeviceRecord) -> list[AuditRecord]:
         """The last transitions of a device, oldest first: those since its serial is known, wherever
         it was, and those before in this place."""
@@ -206,11 +215,13 @@ class World(Roster):
     def facts(self, device: Device) -> Facts:
         """What `settle` needs to know of a device."""
         debt = self.debts.get(device.id)
+        revocation = self.revoking.get(debt.lease) if debt is not None else None
         return Facts(
             present=device.present,
             unproven=debt is not None,
             overdue=debt is not None and debt.overdue,
             incomplete=debt is not None and debt.incomplete,
+            unrevoked=revocation is not None and (revocation.waiting or bool(revocation.error)),
             cordoned=device.cordon is not None,
             obstacle=device.record.obstacle,
             health=device.health,

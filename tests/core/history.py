@@ -23,13 +23,17 @@ from hetero_agent.core.effects import (
     Outcome,
     PrepareAccess,
     Refuse,
+    RenewAccess,
     Reply,
+    RevokeAccess,
     StoreCordon,
     Terminate,
 )
 from hetero_agent.core.events import (
     AccessFailed,
     AccessPrepared,
+    AccessRenewed,
+    AccessRevoked,
     Allocate,
     Closed,
     Confirm,
@@ -38,6 +42,7 @@ from hetero_agent.core.events import (
     Event,
     HealthJudged,
     HealthSeen,
+    NodesTouched,
     Observed,
     Opened,
     OwnerGone,
@@ -49,7 +54,7 @@ from hetero_agent.core.events import (
     Signalled,
     Tick,
 )
-from hetero_agent.core.lifecycle import settle
+from hetero_agent.core.lifecycle import Trigger, settle
 from hetero_agent.core.model import (
     IN_HANDS,
     Actor,
@@ -204,6 +209,7 @@ class History(RuleBasedStateMachine):
         self.meant: dict[int, str] = {}
         self.proof: dict[str, int] = {}
         self.need: dict[str, int] = {}
+        self.given: set[str] = set()
         self.pids = itertools.count(100)
         self.numbers = itertools.count(1000)
         self.crash = ""
@@ -270,8 +276,10 @@ class History(RuleBasedStateMachine):
     def _act(self, outcome: Outcome) -> None:
         """Take on the work that an outcome asks for."""
         for effect in outcome.effects:
-            if isinstance(effect, (PrepareAccess, Terminate, StoreCordon)):
+            if isinstance(effect, (PrepareAccess, RevokeAccess, RenewAccess, Terminate, StoreCordon)):
                 self.work.append(effect)
+            if isinstance(effect, RevokeAccess):
+                self.given.add(effect.lease)
             if isinstance(effect, PrepareAccess):
                 self._granted(effect)
             elif isinstance(effect, Reply):
@@ -331,6 +339,9 @@ class History(RuleBasedStateMachine):
             if record.kind is not AuditKind.TRANSITION:
                 continue
             one = record.device
+            owed = debts.get(one)
+            if record.trigger == Trigger.RETURN_PROVEN and owed is not None:
+                assert owed.lease not in self.given, "returned, and what its lease gave is still there"
             if record.from_state in IN_HANDS or record.to_state == "gone":
                 self.need[one] = record.at.boot
             if record.from_state == "gone":
@@ -850,6 +861,13 @@ class History(RuleBasedStateMachine):
                 self.do(AccessPrepared(at, effect.lease.id, {"version": 1}))
             else:
                 self.do(AccessFailed(at, effect.lease.id, "no space"))
+        elif isinstance(effect, RevokeAccess):
+            if well:
+                self.given.discard(effect.lease)
+            self.do(AccessRevoked(at, effect.lease, "" if well else "read-only"))
+        elif isinstance(effect, RenewAccess):
+            assert effect.lease.granted
+            self.do(AccessRenewed(at, effect.lease.id, "" if well else "read-only"))
         elif isinstance(effect, Terminate):
             process = self.processes.get(effect.holder.pid)
             there = process is not None and effect.device in process.holds
@@ -867,6 +885,12 @@ class History(RuleBasedStateMachine):
                 self.host.store.cordons.pop(effect.place, None)
                 self.cordoned.pop(effect.place, None)
             self.do(CordonStored(at, effect.token, "" if well else "read-only"))
+
+    @rule(pick=picks)
+    def touch(self, pick: int) -> None:
+        device = self._pick(pick, list(self.host.governor.devices.values()))
+        if device is not None:
+            self.do(NodesTouched(self.host.later(), device.id))
 
     @rule(wait=instants)
     def tick(self, wait: int) -> None:
@@ -928,6 +952,7 @@ class History(RuleBasedStateMachine):
         before = host.now()
         self.processes.clear()
         self.provider = False
+        self.given.clear()
         for table in (self.work, self.scans, self.asked, host.answers, self.need, self.proof):
             table.clear()
         host.boot, host.offset = 5 * SECOND, before.real + 20 * SECOND
@@ -1063,6 +1088,10 @@ class History(RuleBasedStateMachine):
         for debt in world.debts.values():
             if not debt.overdue:
                 assert world._due["debt", debt.device] <= debt.deadline
+        for lease_id, one in world.revoking.items():
+            asked = any(isinstance(work, RevokeAccess) and work.lease == lease_id for work in self.work)
+            assert asked or ("revoke", lease_id) in world._due, "nobody takes back what it gave"
+            assert asked or one.error
         assert len(world._alarms) <= 4 * len(world._due) + 64
 
     def _one_answer_each(self) -> None:

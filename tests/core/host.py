@@ -22,6 +22,7 @@ from hetero_agent.core.effects import (
     Reply,
     RequestScan,
     Restored,
+    RevokeAccess,
     StateChanged,
     StoreCordon,
     Terminate,
@@ -29,6 +30,7 @@ from hetero_agent.core.effects import (
 from hetero_agent.core.events import (
     AccessFailed,
     AccessPrepared,
+    AccessRevoked,
     Allocate,
     Confirm,
     CordonStored,
@@ -174,6 +176,8 @@ class Host:
         self._tokens = itertools.count(1)
         self._leases = itertools.count(1)
         self._ids = itertools.count(1)
+        #: Whether what ended leases gave is taken back at once, as it usually is.
+        self.revokes = True
         self.governor = self.begin()
 
     # -- time ----------------------------------------------------------------------------------
@@ -217,10 +221,19 @@ class Host:
 
     def do(self, event: Event) -> Outcome:
         """Hand EVENT over, store its changes, note its effects and answers."""
+        while self.revokes and self._revoked(event):
+            pass
         outcome = self.governor.handle(event)
         self.store.apply(outcome.changes)
         self.take(outcome)
         return outcome
+
+    def _revoked(self, event: Event) -> bool:
+        """Answer, before EVENT, the revocations that the last outcome asked for."""
+        asked = [] if isinstance(event, AccessRevoked) else self.of(RevokeAccess)
+        for effect in asked:
+            self.do(AccessRevoked(self.now(), effect.lease))
+        return bool(asked)
 
     def take(self, outcome: Outcome) -> None:
         """Note what an outcome asks for."""
@@ -456,6 +469,8 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "requests": world.requests,
         "cordons": world.cordons,
         "counts": world.counts,
+        "revoking": world.revoking,
+        "lacking": governor.upkeep._lacking,
         "histories": {key: list(records) for key, records in world.histories.items()},
         "allocatable": world.allocatable,
         "free": +world.free,

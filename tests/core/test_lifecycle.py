@@ -60,6 +60,7 @@ GOOD = Facts(
     unproven=False,
     overdue=False,
     incomplete=False,
+    unrevoked=False,
     cordoned=False,
     obstacle=Obstacle.NONE,
     health=Health.HEALTHY,
