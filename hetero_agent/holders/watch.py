@@ -1,8 +1,9 @@
-"""News of opens and closes of device nodes, by inotify(7): it doesn't open the nodes itself.
+"""News of device nodes, by inotify(7): opens and closes, and that a mode, owner or ACL was changed.
 
-Placing a watch walks a path, which can block on a sick file system, so a thread does it; the
-loop only reads events.  What inotify can't see are copies of a node (mknod in a container) and
-descriptors passed on; the periodic scan is for those.
+It doesn't open the nodes itself.  Placing a watch walks a path, which can block on a sick file
+system, so a thread does it; the loop only reads events.  What inotify can't see are copies of a
+node (mknod in a container) and descriptors passed on; the periodic scan is for those.  Opens count
+on a device's own nodes; changes count on all of its nodes, since a lease gives them all.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import os
 import queue
 import struct
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from hetero_agent.core.events import Closed, Opened
-from hetero_agent.core.model import DeviceRecord, Instant
+from hetero_agent.core.events import Closed, NodesTouched, Opened
+from hetero_agent.core.model import DeviceRecord, Instant, Role
 from hetero_agent.core.ports import Submit
 from hetero_agent.text import printable
 
@@ -28,11 +29,16 @@ _log = logging.getLogger("hetero_agent.holders")
 # linux/inotify.h
 _CLOSE = 0x08 | 0x10  # IN_CLOSE_WRITE | IN_CLOSE_NOWRITE
 _OPEN = 0x20
-#: IN_ATTRIB (also: a link less), IN_MOVE_SELF, IN_DELETE_SELF: the path may be another node now.
-_REPLACED = 0x04 | 0x800 | 0x400
+#: IN_ATTRIB: mode, owner, an extended attribute (so an ACL), times; also: a link less.
+_ATTRIB = 0x04
+#: With IN_MOVE_SELF and IN_DELETE_SELF: the path may be another node now.
+_REPLACED = _ATTRIB | 0x800 | 0x400
 _OVERFLOW = 0x4000
 _IGNORED = 0x8000
-_MASK = _OPEN | _CLOSE | _REPLACED
+#: IN_MASK_ADD: a node can be one device's own and another's parent, and has one watch.
+_MASK_ADD = 0x20000000
+_MASK_OWN = _OPEN | _CLOSE | _REPLACED | _MASK_ADD
+_MASK_OTHER = _REPLACED | _MASK_ADD
 _EVENT = struct.Struct("=iIII")  # wd, mask, cookie, length of the name after it
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -48,23 +54,37 @@ _FIRST_RETRY, _LAST_RETRY = 0.2, 30.0
 _SETTLE = 1.0
 
 
+#: The paths of a device's nodes, and whether each is its own.
+_Paths = Mapping[str, bool]
+
+
 @dataclass(frozen=True, slots=True)
 class _Order:
     """Have DEVICE watched at exactly PATHS; WHEN is the loop's time."""
 
     device: str
-    paths: tuple[str, ...]
+    paths: _Paths
     when: float
 
 
+@dataclass(slots=True)
+class _Outcome:
+    """What became of an order: what FAILED (path -> reason), and whether a node, an OWN one, was
+    replaced by another since it was last placed."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    replaced: bool = False
+    own: bool = False
+
+
 class NodeWatch:
-    """Submits Opened and Closed, at most one of each per device and read."""
+    """Submits Opened, Closed and NodesTouched, at most one of each per device and read."""
 
     def __init__(self, submit: Submit, now: Callable[[], Instant]) -> None:
         self._submit = submit
         self._now = now
         self._fd = -1
-        self._desired: dict[str, tuple[str, ...]] = {}
+        self._desired: dict[str, _Paths] = {}
         self._pending = 0
         self._settled = asyncio.Event()
         self._settled.set()
@@ -75,7 +95,7 @@ class NodeWatch:
         self.overflows = 0
         # shared with the thread, under the lock
         self._lock = threading.Lock()
-        self._devices: dict[int, set[str]] = {}
+        self._devices: dict[int, dict[str, bool]] = {}
         self._dead: set[int] = set()
         # the thread's own
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
@@ -97,8 +117,10 @@ class NodeWatch:
             self._order(device)
 
     def watch(self, device: str, record: DeviceRecord | None) -> None:
-        """Watch the own nodes of RECORD, as they are now at their paths; None: no more."""
-        paths = tuple(dict.fromkeys(node.path for node in record.own_nodes)) if record else ()
+        """Watch the nodes of RECORD, as they are now at their paths; None: no more."""
+        paths: dict[str, bool] = {}
+        for node in record.nodes if record else ():
+            paths[node.path] = paths.get(node.path, False) or node.role is Role.OWN
         if paths:
             self._desired[device] = paths
         elif self._desired.pop(device, None) is None:
@@ -120,9 +142,9 @@ class NodeWatch:
 
     @property
     def watched(self) -> int:
-        """How many nodes are watched."""
+        """How many nodes are watched for opens."""
         with self._lock:
-            return len(self._devices)
+            return sum(any(devices.values()) for devices in self._devices.values())
 
     @property
     def unwatched(self) -> dict[str, str]:
@@ -168,41 +190,49 @@ class NodeWatch:
             return
         opened: set[str] = set()
         closed: set[str] = set()
+        touched: set[str] = set()
         replaced: set[str] = set()
         for _ in range(_MOST_READS):
             try:
                 data = os.read(self._fd, _CHUNK)
             except BlockingIOError:
                 break
-            self._sort(data, opened, closed, replaced)
+            self._sort(data, opened, closed, touched, replaced)
         at = self._now()
         for device in sorted(opened):
             self._submit(Opened(at, device))
         for device in sorted(closed):
             self._submit(Closed(at, device))
+        for device in sorted(touched):
+            self._submit(NodesTouched(at, device))
         for device in sorted(replaced):
             self._order(device)
 
-    def _sort(self, data: bytes, opened: set[str], closed: set[str], replaced: set[str]) -> None:
+    def _sort(
+        self, data: bytes, opened: set[str], closed: set[str], touched: set[str], replaced: set[str]
+    ) -> None:
         offset = 0
         while offset < len(data):
             wd, mask, _, length = _EVENT.unpack_from(data, offset)
             offset += _EVENT.size + length
             if mask & _OVERFLOW:
                 self.overflows += 1
-                opened.update(self._desired)
-                closed.update(self._desired)
+                for news in (opened, closed, touched):
+                    news.update(self._desired)
                 continue
             with self._lock:
-                devices = set(self._devices.get(wd, ()))
+                found = self._devices.get(wd, {})
+                devices = self._desired.keys() & found.keys()
+                own = {device for device in devices if found[device]}
                 if mask & _IGNORED:
                     self._devices.pop(wd, None)
                     self._dead.add(wd)
-            devices.intersection_update(self._desired)
             if mask & _OPEN:
-                opened |= devices
+                opened |= own
             if mask & _CLOSE:
-                closed |= devices
+                closed |= own
+            if mask & _ATTRIB:
+                touched |= devices
             if mask & (_REPLACED | _IGNORED):
                 replaced |= devices
 
@@ -210,26 +240,31 @@ class NodeWatch:
         self._pending += 1
         self._settled.clear()
         now = asyncio.get_running_loop().time()
-        self._orders.put(_Order(device, self._desired.get(device, ()), now))
+        self._orders.put(_Order(device, self._desired.get(device, {}), now))
 
-    def _done(self, order: _Order, failed: dict[str, str], news: bool) -> None:
-        """An order was carried out; NEWS says that opens may have been missed."""
+    def _done(self, order: _Order, outcome: _Outcome) -> None:
+        """An order was carried out."""
         self._pending -= 1
         if not self._pending:
             self._settled.set()
-        if self._fd < 0 or order.paths != self._desired.get(order.device, ()):
+        if self._fd < 0 or order.paths != self._desired.get(order.device, {}):
             return  # closed, or a later order follows
         loop = asyncio.get_running_loop()
         before = {path for device, path in self._failed if device == order.device}
-        for path in before - failed.keys():
+        for path in before - outcome.failed.keys():
             del self._failed[order.device, path]
-            news = True
-        for path, reason in failed.items():
+            outcome.replaced = True
+            outcome.own |= order.paths.get(path, False)
+        for path, reason in outcome.failed.items():
             if path not in before:
                 _log.info("node %s can't be watched: %s", printable(path), reason)
             self._failed[order.device, path] = reason
-        if news or loop.time() - order.when > _SETTLE:
+        late = loop.time() - order.when > _SETTLE
+        if outcome.own or (late and any(order.paths.values())):
+            # opens may have been missed
             self._submit(Opened(self._now(), order.device))
+        if outcome.replaced or late:
+            self._submit(NodesTouched(self._now(), order.device))
         if not self._failed:
             self._retry_delay = _FIRST_RETRY
         elif self._retry is None:
@@ -245,23 +280,22 @@ class NodeWatch:
     # -- the thread ---------------------------------------------------------------------------
     def _place_all(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
         while (order := self._orders.get()) is not None:
-            failed, news = self._place(fd, order)
+            outcome = self._place(fd, order)
             try:
-                loop.call_soon_threadsafe(self._done, order, failed, news)
+                loop.call_soon_threadsafe(self._done, order, outcome)
             except RuntimeError:
                 return  # the loop is closed
 
-    def _place(self, fd: int, order: _Order) -> tuple[dict[str, str], bool]:
-        """Make the watches of one device what ORDER says; return what failed, and whether a
-        node was replaced by another."""
+    def _place(self, fd: int, order: _Order) -> _Outcome:
+        """Make the watches of one device what ORDER says."""
         placed = self._placed.setdefault(order.device, {})
-        failed: dict[str, str] = {}
-        news = False
+        outcome = _Outcome()
+        failed = outcome.failed
         stale: list[int] = []
         for path in [path for path in placed if path not in order.paths]:
             stale.append(placed.pop(path))
-        for path in order.paths:
-            wd = _libc.inotify_add_watch(fd, os.fsencode(path), _MASK)
+        for path, own in order.paths.items():
+            wd = _libc.inotify_add_watch(fd, os.fsencode(path), _MASK_OWN if own else _MASK_OTHER)
             if wd < 0:
                 code = ctypes.get_errno()
                 failed[path] = (
@@ -271,10 +305,11 @@ class NodeWatch:
                 continue
             earlier = placed.get(path)
             if earlier is not None and earlier != wd:
-                news = True
+                outcome.replaced = True
+                outcome.own |= own
             placed[path] = wd
             with self._lock:
-                self._devices.setdefault(wd, set()).add(order.device)
+                self._devices.setdefault(wd, {})[order.device] = own
                 if wd in self._dead:
                     # deleted between the two calls: the end of this watch was read already
                     del self._devices[wd]
@@ -284,14 +319,14 @@ class NodeWatch:
         for wd in stale:
             if wd not in placed.values():
                 self._release(fd, wd, order.device)
-        return failed, news
+        return outcome
 
     def _release(self, fd: int, wd: int, device: str) -> None:
         with self._lock:
             devices = self._devices.get(wd)
             if devices is None:
                 return
-            devices.discard(device)
+            devices.pop(device, None)
             if devices:
                 return
             del self._devices[wd]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+import posix1e
 import pytest
 
-from hetero_agent.core.events import Closed, Opened, Scanned
+from hetero_agent.core.events import Closed, NodesTouched, Opened, Scanned
 from hetero_agent.core.model import Node, Role
 from hetero_agent.holders import watch
 from tests.holders.holding import (
@@ -86,6 +88,66 @@ def test_only_own_nodes_are_watched(tmp_path: Path) -> None:
     with_rig(test)
 
 
+@pytest.mark.parametrize("role", [Role.OWN, Role.PARENT, Role.CONTROL])
+def test_a_change_of_mode_owner_or_acl_is_told(tmp_path: Path, role: Role) -> None:
+    node = file_node(tmp_path / "a", role)
+    entry = posix1e.ACL(text="u::rw,u:1000:rw,g::-,m::rw,o::-")
+
+    async def test(rig: Rig) -> None:
+        rig.edge.watch_nodes("a", record("a", node))
+        await settled(rig)
+        for change in (
+            lambda: os.chmod(node.path, 0o640),
+            lambda: os.chown(node.path, 0, 7777),
+            lambda: entry.applyto(node.path),
+            lambda: os.removexattr(node.path, "system.posix_acl_access"),
+        ):
+            rig.events.clear()
+            before = now().boot
+            change()
+            told = await rig.next(NodesTouched)
+            assert told.device == "a"
+            assert before <= told.at.boot <= now().boot
+            await settled(rig)
+        # neither a look at it nor an open is a change
+        rig.events.clear()
+        assert os.listxattr(node.path) is not None
+        with holding(node.path):
+            await rig.scan(a=(node,))
+        assert rig.of(NodesTouched) == []
+
+    with_rig(test)
+
+
+def test_a_change_of_a_shared_node_is_told_for_each_device(tmp_path: Path) -> None:
+    """One watch, an own node for the one and a control node for the other, whoever came first."""
+    path = tmp_path / "a"
+    own, control = file_node(path), replace(file_node(path), role=Role.CONTROL)
+
+    async def test(rig: Rig) -> None:
+        rig.edge.watch_nodes("one", record("one", own))
+        rig.edge.watch_nodes("two", record("two", control))
+        await settled(rig)
+        path.chmod(0o640)
+        await rig.next(NodesTouched, 2)
+        assert {event.device for event in rig.of(NodesTouched)} == {"one", "two"}
+        await settled(rig)
+        with holding(path):
+            await rig.next(Opened)
+        await rig.next(Closed)
+        assert [event.device for event in rig.of(Opened)] == ["one"]
+        rig.edge.watch_nodes("one", None)
+        await settled(rig)
+        rig.events.clear()
+        with holding(path):
+            await rig.scan(two=(own,))
+        path.chmod(0o600)
+        assert (await rig.next(NodesTouched)).device == "two"
+        assert rig.of(Opened) == []
+
+    with_rig(test)
+
+
 def test_watching_is_no_holding() -> None:
     async def test(rig: Rig) -> None:
         rig.edge.watch_nodes("a", record("a", console(53)))
@@ -134,6 +196,7 @@ def test_a_replaced_node_is_watched_and_counts_as_opened(tmp_path: Path) -> None
         path.rename(tmp_path / "old")
         file_node(path)
         await rig.next(Opened)
+        await rig.next(NodesTouched)
         await settled(rig)
         rig.events.clear()
         with holding(path):
@@ -159,9 +222,11 @@ def test_a_deleted_node_that_comes_back_is_watched_again(
             lambda: rig.edge.stats()["unwatched-nodes"] == {str(path): "No such file or directory"},
             what="the loss being noticed",
         )
+        rig.events.clear()
         file_node(path)
         await rig.next(Opened)
         assert rig.edge.stats()["unwatched-nodes"] == {}
+        await rig.next(NodesTouched)
         rig.events.clear()
         with holding(path):
             await rig.next(Opened)
@@ -276,7 +341,7 @@ def test_a_path_that_blocks_holds_up_neither_loop_nor_scan(
             return getattr(real_libc, name)
 
         def inotify_add_watch(self, *args: object) -> int:
-            release.wait(10)
+            release.wait(30)
             return int(real(*args))
 
     real_libc = watch._libc
