@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Final
+import sys
+from typing import TYPE_CHECKING, Any, Final
 
 from hetero_agent.text import printable
 
@@ -25,6 +26,13 @@ def shell(manifest: Manifest) -> list[str]:
         *(f"{name}={shlex.quote(printable(value, 4096))}" for name, value in sorted(variables.items())),
         f"export {' '.join(sorted(variables))}",
     ]
+
+
+def cdi(manifest: Manifest, address: str) -> dict[str, Any]:
+    """Return the CDI specification as the agent on the bus at ADDRESS writes it."""
+    from hetero_agent import cdispec  # noqa: PLC0415
+
+    return cdispec.spec(manifest.raw, cdispec.confirming(address, sys.executable))
 
 
 def podman(manifest: Manifest) -> list[str]:

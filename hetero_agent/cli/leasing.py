@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 #: The forms of a manifest.
-FORMATS = ("env", "json", "podman", "systemd")
+FORMATS = ("env", "json", "cdi", "podman", "systemd")
 
 
 def register(verbs: Verbs) -> None:
@@ -53,7 +53,8 @@ def register(verbs: Verbs) -> None:
         "--format",
         choices=FORMATS,
         default="env",
-        help="env (default): for sh and EnvironmentFile=; json; podman: arguments of run; systemd: a drop-in",
+        help="env (default): for sh and EnvironmentFile=; json; cdi: a specification for container runtimes;"
+        " podman: arguments of run; systemd: a drop-in",
     )
 
     parser = verbs.add("release", "give leases back", release)
@@ -138,6 +139,9 @@ async def manifest(client: Client, args: argparse.Namespace, out: Printer) -> in
     found = await client.manifest(args.lease)
     if args.format == "json" or (out.as_json and args.format == "env"):
         out.document(found.raw)
+        return exitcodes.OK
+    if args.format == "cdi":
+        out.document(forms.cdi(found, client.address))
         return exitcodes.OK
     make = {"env": forms.shell, "podman": forms.podman, "systemd": forms.systemd}[args.format]
     lines = make(found)

@@ -9,7 +9,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_agent.cli import admin, doctor, exitcodes, holders, leasing, listing, run, simverbs, watching
+from hetero_agent.cli import (
+    admin,
+    doctor,
+    exitcodes,
+    holders,
+    leasing,
+    listing,
+    ocihook,
+    run,
+    simverbs,
+    watching,
+)
 from hetero_agent.cli.table import OutputError, Printer
 from hetero_agent.cli.verbs import Formatter, Verbs, common_options
 from hetero_agent.text import printable
@@ -37,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     # without prog, argparse would format a usage text for it, which costs startup
     parsers = parser.add_subparsers(metavar="VERB", title="verbs (default: list)", prog="heteroctl")
     verbs = Verbs(parsers, common)
-    for module in (listing, holders, run, leasing, watching, admin, doctor, simverbs):
+    for module in (listing, holders, run, leasing, watching, admin, doctor, ocihook, simverbs):
         module.register(verbs)
     return parser
 

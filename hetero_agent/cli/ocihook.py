@@ -1,0 +1,56 @@
+"""The verb oci-hook: called by a container runtime as the createRuntime hook of a lease's CDI
+specification (OCI runtime-spec, config.md, "POSIX-platform Hooks").
+
+The container's processes do not exist yet, but the one that is to become the first does: the lease
+is confirmed with its pid, so that the container's end gives the devices back.  If that fails, the
+runtime gives up the container and shows what we say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from hetero_agent.cli import exitcodes
+from hetero_agent.cli.table import Printer
+from hetero_agent.cli.verbs import Verbs
+
+if TYPE_CHECKING:
+    from hetero_agent.client import Client
+
+#: Bytes of a state: annotations are in it, which may be many.
+_LARGEST: Final = 1 << 20
+
+
+def register(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add("oci-hook", "confirm a lease with a container (called by its runtime)", oci_hook)
+    parser.add_argument("lease", metavar="LEASE")
+
+
+async def oci_hook(client: Client, args: argparse.Namespace, _: Printer) -> int:
+    """Confirm the lease with the container's first process."""
+    pid = container_pid(sys.stdin.buffer.read(_LARGEST))
+    await client.confirm(args.lease, pid=pid)
+    return exitcodes.OK
+
+
+def container_pid(data: bytes) -> int:
+    """Return the pid in a container's state (OCI runtime-spec, runtime.md, "State").  Raises
+    Complaint."""
+    from hetero_agent.cli.complaints import Complaint  # noqa: PLC0415
+
+    state: Any
+    try:
+        state = json.loads(data)
+    except ValueError:
+        state = None
+    pid = state.get("pid") if isinstance(state, dict) else None
+    # 0 is a virtual machine's, whose processes are none of this host's
+    if type(pid) is not int or pid <= 0:
+        cause = "no container's state with a pid on standard input"
+        step = "container runtimes call this; with a pid at hand: heteroctl confirm LEASE --pid PID"
+        raise Complaint(exitcodes.USAGE, cause, (), step, "usage")
+    return pid
