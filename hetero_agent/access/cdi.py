@@ -37,19 +37,21 @@ def file_name(lease: str) -> str:
 def write(directory: Path, grant: Grant, hook: Hook) -> Path:
     """Write GRANT's file, readable by all and never seen half, and return its path; one with the
     same content is left alone.  DIRECTORY is made if it is missing.  Raises OSError."""
-    text = json.dumps(spec(grant, hook), indent=1) + "\n"
+    content = (json.dumps(spec(grant, hook), indent=1) + "\n").encode()
     path = directory / file_name(grant.lease)
     with contextlib.suppress(FileNotFoundError):
-        if path.read_text(encoding="utf-8") == text and path.stat().st_mode & 0o777 == _MODE:
+        if path.read_bytes() == content and path.stat().st_mode & 0o777 == _MODE:
             return path
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if not directory.is_dir():
+        directory.mkdir(parents=True)
+        directory.chmod(0o755)  # whatever our umask
     new = path.with_name(path.name + _NEW)
     # one that a crash left is of no use
     new.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with os.fdopen(os.open(new, flags, _MODE), "w", encoding="utf-8") as file:
+    with os.fdopen(os.open(new, flags, _MODE), "wb") as file:
         os.fchmod(file.fileno(), _MODE)
-        file.write(text)
+        file.write(content)
     new.replace(path)
     return path
 
