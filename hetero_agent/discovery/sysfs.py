@@ -106,17 +106,58 @@ def list_anchors(profiles: ProfileSet) -> Listing:
     return Listing(tuple(found), len(pci))
 
 
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """A device that PROFILE recognises, and its class devices."""
+
+    identity: Identity
+    profile: Profile
+    children: tuple[ClassDevice, ...]
+
+
 def read_device(path: str, profiles: ProfileSet) -> DeviceFacts | None:
     """Read the device at PATH; None if it isn't there or no profile recognises it."""
+    found = recognise(path, profiles)
+    return None if found is None else _read_facts(path, found.identity, found.profile, found.children)
+
+
+def recognise(path: str, profiles: ProfileSet) -> Recognised | None:
+    """Tell what the device at PATH is; None if it isn't there or no profile recognises it."""
     if not reader.is_there(path):
         return None
     name = path.rsplit("/", 1)[-1]
     if address.COMPONENT.fullmatch(name):
-        return _read_pci(path, name, profiles)
-    return _read_other(path, profiles)
+        return _recognise_pci(path, name, profiles)
+    return _recognise_other(path, profiles)
 
 
-def _read_pci(path: str, name: str, profiles: ProfileSet) -> DeviceFacts | None:
+def lists_node(path: str, subsystem: str, node: str, profiles: ProfileSet) -> bool:
+    """Tell whether NODE, a path below /dev, is the node of the class device at PATH and belongs to a
+    device that a profile recognises and lists such nodes of."""
+    anchor = anchor_of(path, subsystem)
+    found = recognise(anchor, profiles)
+    if found is not None:
+        parts = found.profile.parts
+        rules = [(rule.subsystem, rule.pattern) for rule in found.profile.nodes]
+        rules += [(parts.subsystem, parts.pattern)] if parts else []
+        children = found.children
+    else:
+        name = anchor.rsplit("/", 1)[-1]
+        rules = [
+            (one.parts.subsystem, one.parts.pattern)
+            for one in profiles.profiles
+            if one.parts and one.parts.platform and fnmatchcase(name, one.parts.platform)
+        ]
+        children = tuple(_class_device(path, subsystem))
+    return any(
+        child.path == path
+        and child.node == node
+        and any(child.subsystem == wanted and fnmatchcase(child.name, pattern) for wanted, pattern in rules)
+        for child in children
+    )
+
+
+def _recognise_pci(path: str, name: str, profiles: ProfileSet) -> Recognised | None:
     ids = [(reader.text(f"{path}/{item}") or "").removeprefix("0x") for item in ("vendor", "device", "class")]
     identity = Identity(
         subsystem="pci",
@@ -131,10 +172,10 @@ def _read_pci(path: str, name: str, profiles: ProfileSet) -> DeviceFacts | None:
     profile = profiles.choose(identity)
     if profile is None:
         return None
-    return _read_facts(path, identity, profile, _children(path, profiles.node_subsystems))
+    return Recognised(identity, profile, _children(path, profiles.node_subsystems))
 
 
-def _read_other(path: str, profiles: ProfileSet) -> DeviceFacts | None:
+def _recognise_other(path: str, profiles: ProfileSet) -> Recognised | None:
     own = reader.link(f"{path}/subsystem")
     children: tuple[ClassDevice, ...]
     if own in profiles.class_subsystems:
@@ -146,7 +187,7 @@ def _read_other(path: str, profiles: ProfileSet) -> DeviceFacts | None:
         identity = Identity(child.subsystem, child.name, driver=reader.link(f"{path}/driver"), entries=names)
         profile = profiles.choose(identity)
         if profile is not None:
-            return _read_facts(path, identity, profile, children)
+            return Recognised(identity, profile, children)
     return None
 
 
