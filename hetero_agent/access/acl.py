@@ -1,9 +1,9 @@
 """An ACL entry on a node for the owner of a lease: given, taken back, nobody else's rights touched.
 
-A node is never opened, since to open a device can mean something.  A descriptor with O_PATH, reached
-without following any symlink, names the inode; its kind and number are compared with what was
-granted; then its ACL is read and set through /proc/self/fd, so that no swap of the path leads
-elsewhere.
+A node is never opened, since to open a device can mean something.  A descriptor with O_PATH names
+the inode, reached without following a symlink that anybody but root could have made; its kind and
+number are compared with what was granted; then its ACL is read and set through /proc/self/fd, so
+that no swap of the path leads elsewhere.
 
 The rights of all but the owner and the others (acl(5): the file group class) are bounded by the
 ACL's mask, and the mask is what chmod(2) sets and ls(1) shows as the group's bits.  Who raises it
@@ -13,11 +13,12 @@ for one entry raises it for all; so what the mask held back is taken out of thos
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import posix1e
 
@@ -27,6 +28,10 @@ from hetero_agent.text import printable
 
 _FORMATS: Final = {"char": stat.S_IFCHR, "block": stat.S_IFBLK, "file": stat.S_IFREG}
 _KINDS: Final = {form: kind for kind, form in _FORMATS.items()}
+
+_ONLY_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+#: As many as the kernel follows (path_resolution(7)).
+_LINKS_MAX: Final = 40
 
 _READ, _WRITE, _EXECUTE = posix1e.ACL_READ, posix1e.ACL_WRITE, posix1e.ACL_EXECUTE
 _READ_WRITE: Final = _READ | _WRITE
@@ -107,16 +112,32 @@ def take(node: GrantedNode, uid: int) -> None:
 def entries(node: GrantedNode) -> Mapping[int, str]:
     """Return what each uid with an entry of its own may do with NODE, as ``rw-``, the mask
     applied.  Raises AccessError."""
+    return look(node).entries
+
+
+class Rights(NamedTuple):
+    """Who may do what with a node.  MODE has the owning group's own rights as the group's bits,
+    which stat(2) shows only where there is no ACL; ENTRIES are those of `entries`."""
+
+    mode: int
+    uid: int
+    gid: int
+    entries: Mapping[int, str]
+
+
+def look(node: GrantedNode) -> Rights:
+    """Return who may do what with NODE.  Raises AccessError."""
     with _reached(node) as path:
+        found = os.stat(path)  # noqa: PTH116 (a descriptor's path)
         acl = _acl(path)
         mask = _mask(acl)
-        bound = _bits(mask) if mask is not None else 0
-        found = {one.qualifier: _bits(one) & bound for one in acl if one.tag_type == posix1e.ACL_USER}
-    letters = ((_READ, "r"), (_WRITE, "w"), (_EXECUTE, "x"))
-    return {
-        uid: "".join(letter if bits & bit else "-" for bit, letter in letters)
-        for uid, bits in sorted(found.items())
-    }
+        bound = _bits(mask) if mask is not None else 7
+        users = {one.qualifier: _bits(one) & bound for one in acl if one.tag_type == posix1e.ACL_USER}
+        group = next(_bits(one) & bound for one in acl if one.tag_type == posix1e.ACL_GROUP_OBJ)
+    mode = stat.S_IMODE(found.st_mode) & ~0o070 | group << 3
+    return Rights(
+        mode, found.st_uid, found.st_gid, {uid: _letters(bits) for uid, bits in sorted(users.items())}
+    )
 
 
 @contextlib.contextmanager
@@ -148,18 +169,36 @@ def _reached(node: GrantedNode) -> Iterator[str]:
 
 
 def _walk(path: str) -> int:
-    """Return a descriptor (O_PATH) of what is at PATH.  Raises OSError; ELOOP or ENOTDIR if any
-    part of it is a symlink."""
-    parts = PurePosixPath(path).parts
-    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-    here = os.open("/", flags | os.O_DIRECTORY)
-    for number, part in enumerate(parts[1:], 2):
-        above = here
-        try:
-            here = os.open(part, flags | (os.O_DIRECTORY if number < len(parts) else 0), dir_fd=above)
-        finally:
-            os.close(above)
+    """Return a descriptor (O_PATH) of what is at PATH, a symlink itself if that is one.  Raises
+    OSError; ELOOP if the way there leads over a symlink that others than root can change."""
+    here = os.open("/", _ONLY_PATH)
+    ahead = list(reversed(PurePosixPath(path).parts[1:]))
+    links = 0
+    try:
+        while ahead:
+            above, here = here, os.open(ahead.pop(), _ONLY_PATH, dir_fd=here)
+            try:
+                if ahead and stat.S_ISLNK(os.fstat(here).st_mode):
+                    links += 1
+                    if links > _LINKS_MAX or not (_roots_alone(above) and os.fstat(here).st_uid == 0):
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                    target = PurePosixPath(os.readlink("", dir_fd=here))
+                    ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                    start = os.open("/" if target.is_absolute() else ".", _ONLY_PATH, dir_fd=above)
+                    os.close(here)
+                    here = start
+            finally:
+                os.close(above)
+    except OSError:
+        os.close(here)
+        raise
     return here
+
+
+def _roots_alone(directory: int) -> bool:
+    """Whether nobody but root can put something of root's name into DIRECTORY, or move it there."""
+    found = os.fstat(directory)
+    return found.st_uid == 0 and (not found.st_mode & 0o022 or bool(found.st_mode & stat.S_ISVTX))
 
 
 def _may(path: str, uid: int) -> bool:
@@ -210,6 +249,12 @@ def _hold_to(acl: Any, bound: int) -> None:
     for entry in acl:
         if entry.tag_type in _GROUP_CLASS:
             _set_bits(entry, _bits(entry) & bound)
+
+
+def _letters(bits: int) -> str:
+    return "".join(
+        letter if bits & bit else "-" for bit, letter in ((_READ, "r"), (_WRITE, "w"), (_EXECUTE, "x"))
+    )
 
 
 def _bits(entry: Any) -> int:
