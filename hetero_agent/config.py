@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -157,7 +158,7 @@ class Config:
 
 _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("agent", "log-level"): ("debug", "info", "notice", "warning", "err"),
-    ("access", "cdi-directory"): ("auto", ""),
+    ("access", "cdi-directory"): ("auto",),
     ("access", "helper"): ("auto", "none"),
     ("reclaim", "orphans"): ("wait", "kill"),
     ("reclaim", "pid-namespace"): ("host", "own"),
@@ -165,8 +166,11 @@ _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("health", "kernel-log"): ("auto", "journal", "kmsg", "off"),
 }
 
-#: Texts that may also be an absolute path.
-_PATHS = {("access", "cdi-directory"), ("access", "helper")}
+#: Choices that may also be an absolute path, and what that looks like.
+_PATHS: dict[tuple[str, str], tuple[re.Pattern[str], str]] = {
+    ("access", "cdi-directory"): (re.compile(r"(/.+)?", re.DOTALL), "an absolute path or nothing"),
+    ("access", "helper"): (re.compile(r"/.+", re.DOTALL), "an absolute path"),
+}
 
 #: Least and greatest value of a number, by (table, key); others are 1 to 2**31-1.
 _RANGES: dict[tuple[str, str], tuple[float, float]] = {
@@ -246,11 +250,13 @@ def _value(hint: Any, table: str, key: str, value: Any, label: str) -> Any:
     where = f"{label} {key}"
     if hint is str:
         choices = _CHOICES.get((table, key))
-        path = (table, key) in _PATHS and isinstance(value, str) and value.startswith("/")
-        if not isinstance(value, str) or (choices and value not in choices and not path):
-            choices = (*choices, "an absolute path") if choices and (table, key) in _PATHS else choices
+        path, words = _PATHS.get((table, key), (None, ""))
+        if not isinstance(value, str) or (
+            choices and value not in choices and not (path and path.fullmatch(value))
+        ):
+            shown = [*choices, words] if choices and words else choices
             raise ConfigError(
-                f"{where}: expected {' or '.join(choices) if choices else 'text'}, got {printable(value)}"
+                f"{where}: expected {' or '.join(shown) if shown else 'text'}, got {printable(value)}"
             )
         return value
     if hint is bool:

@@ -136,7 +136,7 @@ class Daemon:
         )
         self.bus.host_news = self._host_news
 
-    def _doer(self) -> Doer:
+    def _doer(self) -> Doer | None:
         return choose(
             self.config.access, self.places.runtime, self.places.bus, self.config.grant.effects_timeout
         )
@@ -385,7 +385,7 @@ def parse(arguments: Sequence[str] | None = None) -> Places:
         given.profiles,
         given.runtime_dir,
         given.state_dir,
-        given.bus or "unix:path=/run/dbus/system_bus_socket",
+        given.bus or names.SYSTEM_BUS,
         given.audit,
         given.sources,
     )

@@ -37,6 +37,8 @@ ACCESS_SOCKET: Final = ACCESS_DIR + "/socket"
 CDI_DIR: Final = "/run/cdi"
 SIM_SOCKET: Final = "/run/hetero-agent-sim/control.sock"
 
+#: The system's bus, where nothing else is said.
+SYSTEM_BUS: Final = "unix:path=/run/dbus/system_bus_socket"
 #: The environment variable that names the bus for the agent, heteroctl and the simulator.
 BUS_ADDRESS_VARIABLE: Final = "DBUS_SYSTEM_BUS_ADDRESS"
 
@@ -49,6 +51,8 @@ RESOURCE: Final = re.compile(
 )
 #: A lease id: 128 random bits in lower-case hex.
 LEASE_ID: Final = re.compile(r"[0-9a-f]{32}")
+#: The name of a network interface (net/core/dev.c, dev_valid_name), less what is not ASCII.
+INTERFACE: Final = re.compile(r"(?!\.{1,2}$)[!-.0-9;-~]{1,15}")
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 

@@ -14,12 +14,12 @@ from hetero_agent.access.remote import Remote
 from hetero_agent.config import AccessTable
 
 
-def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer:
+def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer | None:
     """Return who does it by the configuration's TABLE for the agent whose runtime directory is
     RUNTIME, and which is on the bus at the address BUS.
 
     ``auto`` is the system's helper for the system's agent, and where its socket is missing this
-    process, if it is root.  DEADLINE is the seconds that the helper may take.
+    process, if it is root.  None if nobody does.  DEADLINE is the seconds that the helper may take.
     """
     path = Path(names.ACCESS_SOCKET if table.helper == "auto" else table.helper)
     if table.helper == "auto":
@@ -28,6 +28,8 @@ def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer
         remote = table.helper != "none"
     if remote:
         return Remote(path, runtime / DIRECTORY, deadline)
+    if is_system(runtime) and os.geteuid() != 0:
+        return None
     return _direct(table, runtime, bus)
 
 

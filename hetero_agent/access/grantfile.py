@@ -73,9 +73,8 @@ def read(directory: Path, lease: str, owners: Collection[int]) -> Grant:
     if not names.LEASE_ID.fullmatch(lease):
         raise AccessError("not a lease id")
     try:
-        there = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        there = _directory(directory, owners)
         try:
-            _check(os.fstat(there), owners, stat.S_IFDIR, "the directory of grant files")
             file = os.open(
                 lease, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=there
             )
@@ -93,6 +92,33 @@ def read(directory: Path, lease: str, owners: Collection[int]) -> Grant:
     if len(content) > LARGEST:
         raise AccessError(f"the grant file is larger than {LARGEST} bytes")
     return _parse(content, lease)
+
+
+def listed(directory: Path, owners: Collection[int]) -> set[str]:
+    """The helper's side: the leases that have a file in DIRECTORY.  Raises AccessError if that is not
+    a directory of one of the OWNERS; a missing one has none."""
+    try:
+        there = _directory(directory, owners)
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise AccessError(f"the grant files can't be listed: {error.strerror}") from error
+    try:
+        entries = os.listdir(there)  # noqa: PTH208 (a descriptor)
+        return {name for name in entries if names.LEASE_ID.fullmatch(name)}
+    finally:
+        os.close(there)
+
+
+def _directory(directory: Path, owners: Collection[int]) -> int:
+    """Open DIRECTORY.  Raises OSError, or AccessError if it is not one of the OWNERS'."""
+    there = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check(os.fstat(there), owners, stat.S_IFDIR, "the directory of grant files")
+    except AccessError:
+        os.close(there)
+        raise
+    return there
 
 
 def _check(found: os.stat_result, owners: Collection[int], form: int, what: str) -> None:

@@ -1,0 +1,232 @@
+"""What a grant file may name, by what root has configured; the helper's judgement of the agent.
+
+Which device is whose is the agent's to decide.  What a device is, is not: nodes must belong to devices
+that root's profiles recognise, or that root lets a provider report; mounts, groups and names of
+variables must be the profiles'.  So an agent that was taken over can give a device to the wrong user,
+and can name no memory, no disk, no other file, and nothing that is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from hetero_agent import names
+from hetero_agent.access.grant import Grant
+from hetero_agent.access.manifest import COUNT_VARIABLE, DEVICES_VARIABLE, LEASE_VARIABLE, VERSION, AccessError
+from hetero_agent.core.model import Role
+from hetero_agent.text import is_printable, printable
+
+DEV: Final = "/dev/"
+
+#: The most of each in a grant: 64 devices with all that theirs can have.
+_DEVICES_MAX: Final = 256
+_ROWS_MAX: Final = 8192
+_TEXT_MAX: Final = 4096
+
+# Memory (1:1, 1:3 ...) and terminals are nobody's accelerator, whatever subsystems a provider may
+# name; majors as in the kernel's Documentation/admin-guide/devices.txt.
+_NEVER_SUBSYSTEMS: Final = frozenset({"mem", "tty", "vc", "vtconsole", "block"})
+_NEVER_MAJORS: Final = frozenset({1, 4, 5, 7, *range(128, 144)})
+_MEMORY: Final = 1
+
+_KEYS: Final = {
+    "version", "lease", "resource", "devices", "nodes", "mounts", "env", "env-filtered", "groups",
+    "confirm-by", "confirm-by-boottime",
+}  # fmt: skip
+_OURS: Final = frozenset({LEASE_VARIABLE, DEVICES_VARIABLE, COUNT_VARIABLE})
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_WILD: Final = re.compile(r"\{[a-z0-9-]+\}|\*")
+
+
+@dataclass(frozen=True, slots=True)
+class PathRule:
+    """A node given by a fixed path, with places in braces; DRIVERS are the names in /proc/devices one
+    of which must have its major, none for any."""
+
+    path: str
+    drivers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What may be named.  LISTED tells whether the class device at a path of sysfs, of a subsystem,
+    with a node, belongs to a device that a profile recognises and lists such nodes of; PATHS are the
+    nodes that profiles give by path; SUBSYSTEMS and DIRECTORIES those of the providers; MOUNTS
+    (host, container, options) those of profiles; VARIABLES and GROUPS likewise, groups as gids.
+    FORBIDDEN are the variables that no provider may set."""
+
+    listed: Callable[[str, str, str], bool]
+    paths: tuple[PathRule, ...] = ()
+    subsystems: frozenset[str] = frozenset()
+    directories: tuple[str, ...] = ()
+    mounts: tuple[tuple[str, str, str], ...] = ()
+    variables: frozenset[str] = frozenset()
+    forbidden: re.Pattern[str] = re.compile(".*", re.DOTALL)
+    groups: frozenset[int] = frozenset()
+
+
+def check(grant: Grant, rules: Rules) -> Grant:
+    """Return GRANT if all that it names may be named by RULES.
+
+    Files that others than root could exchange for a link are left out: whoever makes the container
+    would follow it.  Raises AccessError, naming what may not be.
+    """
+    manifest = grant.manifest
+    if manifest.keys() != _KEYS:
+        _refuse("manifest", "has other keys than it should")
+    if manifest["version"] != VERSION or manifest["lease"] != grant.lease:
+        _refuse("manifest", "is of another version or lease")
+    for key in ("confirm-by", "confirm-by-boottime"):
+        _number(manifest[key], 2**63 - 1, key)
+    _text(manifest["resource"], names.RESOURCE, "resource")
+    for device in _listed(manifest["devices"], _DEVICES_MAX, "devices"):
+        _text(device, names.DEVICE_ID, "device")
+    groups = set(rules.groups)
+    nodes = [row for row in _listed(manifest["nodes"], _ROWS_MAX, "nodes") if _node(row, rules, groups)]
+    for row in _listed(manifest["mounts"], _ROWS_MAX, "mounts"):
+        _mount(row, rules)
+    for key in ("env", "env-filtered"):
+        _variables(manifest[key], rules, key)
+    for group in _listed(manifest["groups"], _ROWS_MAX, "groups"):
+        _number(group, 2**32 - 2, "group")
+        if group not in groups:
+            _refuse(f"group {group}", "is none that a profile names or that may open a node of the grant")
+    return Grant(grant.lease, grant.uid, {**manifest, "nodes": nodes})
+
+
+# -- nodes ------------------------------------------------------------------------------------------
+def _node(row: object, rules: Rules, groups: set[int]) -> bool:
+    """Check a row of nodes, and add the node's own group to GROUPS; False if it is to be left out."""
+    if not isinstance(row, list) or len(row) != 6:
+        _refuse("nodes", "has a row that is none")
+    device, path, role, kind, major, minor = row
+    _text(device, names.DEVICE_ID, "device of a node")
+    if not isinstance(path, str) or os.path.normpath(path) != path or not is_printable(path, 2, 255):
+        _refuse("node", f"{printable(path)} is not a plain path")
+    if role not in {one.value for one in Role}:
+        _refuse(f"node {path}", "has no role")
+    _number(major, 2**32 - 1, "major")
+    _number(minor, 2**32 - 1, "minor")
+    if kind == "file":
+        return _file(path, rules)
+    if kind != "char":
+        _refuse(f"node {path}", "is no character node")
+    found = _in_dev(path)
+    if found.st_rdev != os.makedev(major, minor):
+        _refuse(f"node {path}", f"is {os.major(found.st_rdev)}:{os.minor(found.st_rdev)}, not {major}:{minor}")
+    if not _may(path, major, minor, rules):
+        _refuse(f"node {path}", "belongs to no device that a profile or a provider's configuration lists")
+    groups.add(found.st_gid)
+    return True
+
+
+def _in_dev(path: str) -> os.stat_result:
+    """Stat a character node that the kernel or udev put into /dev.  Only root can change it."""
+    where = f"node {path}"
+    try:
+        if not path.startswith(DEV) or os.path.realpath(path, strict=True) != path:
+            _refuse(where, "is not in /dev, or a link")
+        found = os.lstat(path)
+        same = found.st_dev == os.lstat(DEV).st_dev
+    except OSError as error:
+        raise AccessError(f"{where}: {error.strerror}") from error
+    if not stat.S_ISCHR(found.st_mode):
+        _refuse(where, "is no character node")
+    if not same:
+        _refuse(where, "lies on another file system than /dev")
+    return found
+
+
+def _may(path: str, major: int, minor: int, rules: Rules) -> bool:
+    if major == _MEMORY:
+        return False
+    if any(_matches(path, rule.path) and _driven(major, rule.drivers) for rule in rules.paths):
+        return True
+    device = os.path.realpath(f"/sys/dev/char/{major}:{minor}")
+    subsystem = os.path.basename(os.path.realpath(f"{device}/subsystem"))  # noqa: PTH119 (text)
+    if rules.listed(device, subsystem, path):
+        return True
+    if not rules.subsystems or major in _NEVER_MAJORS or subsystem in _NEVER_SUBSYSTEMS:
+        return False
+    return subsystem in rules.subsystems or _driven(major, tuple(rules.subsystems))
+
+
+def _driven(major: int, drivers: tuple[str, ...]) -> bool:
+    """Whether MAJOR is one of those DRIVERS' by /proc/devices; of any if none is named."""
+    if not drivers:
+        return True
+    text = Path("/proc/devices").read_text(encoding="ascii", errors="replace").partition("Block devices:")[0]
+    return any(line.split() == [str(major), name] for line in text.splitlines() for name in drivers)
+
+
+def _file(path: str, rules: Rules) -> bool:
+    """Whether a file may be named and only root decides what is there."""
+    if not any(path.startswith(f"{directory}/") for directory in rules.directories):
+        _refuse(f"file {path}", "lies in no provider's directory")
+    try:
+        found = [os.lstat(one) for one in (path, *map(str, Path(path).parents))]
+    except OSError as error:
+        raise AccessError(f"file {path}: {error.strerror}") from error
+    if not stat.S_ISREG(found[0].st_mode) or found[0].st_nlink != 1:
+        _refuse(f"file {path}", "is no regular file with one name")
+    return all(one.st_uid == 0 and stat.S_ISDIR(one.st_mode) and not one.st_mode & 0o022 for one in found[1:])
+
+
+# -- the rest ---------------------------------------------------------------------------------------
+def _mount(row: object, rules: Rules) -> None:
+    if not isinstance(row, list) or len(row) != 3 or not all(isinstance(one, str) for one in row):
+        _refuse("mounts", "has a row that is none")
+    host, container, options = row
+    where = f"mount {printable(host)}"
+    for path in (host, container):
+        if not path.startswith("/") or os.path.normpath(path) != path or not is_printable(path, 1, _TEXT_MAX):
+            _refuse(where, f"{printable(path)} is not a plain absolute path")
+    for known, inside, wanted in rules.mounts:
+        there = container == host if "*" in known else _matches(container, inside)
+        if options == wanted and _matches(host, known) and there:
+            return
+    _refuse(where, "is none of a profile's")
+
+
+def _variables(given: object, rules: Rules, key: str) -> None:
+    if not isinstance(given, Mapping) or len(given) > _ROWS_MAX:
+        _refuse(key, "is no table")
+    for name, value in given.items():
+        known = name in _OURS or name in rules.variables or not rules.forbidden.fullmatch(name)
+        if not _VARIABLE.fullmatch(name) or not known:
+            _refuse(f"variable {printable(name)}", "is none of a profile's or provider's")
+        if not isinstance(value, str) or not is_printable(value, 0, 64 * _TEXT_MAX):
+            _refuse(f"variable {name}", "has a value that is not printable")
+
+
+def _matches(path: str, template: str) -> bool:
+    """Whether PATH is what TEMPLATE can stand for: places in braces for a value, stars for any
+    characters of one name.  PATH is normal, so neither is a way upwards."""
+    parts = (re.escape(part) for part in _WILD.split(template))
+    return re.fullmatch("[^/]*".join(parts), path) is not None
+
+
+def _listed(value: object, most: int, what: str) -> Iterable[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        _refuse(what, f"is no list of at most {most}")
+    return value
+
+
+def _text(value: object, form: re.Pattern[str], what: str) -> None:
+    if not isinstance(value, str) or not form.fullmatch(value):
+        _refuse(what, f"{printable(value)} is none")
+
+
+def _number(value: object, most: int, what: str) -> None:
+    if type(value) is not int or not 0 <= value <= most:
+        _refuse(what, f"{printable(value)} is no number from 0 to {most}")
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise AccessError(f"not by root's profiles and configuration: {what} {why}")
