@@ -1,0 +1,478 @@
+"""The network interfaces of a lease's devices, moved into a workload's network namespace and back.
+
+An interface changes its name and number when that suits its new namespace, and what is in a
+namespace that nobody keeps alive goes: a hardware interface falls back to the host under a name of
+the kernel's, a virtual one dies.  So the namespace is kept alive by a mount, and what was moved is
+found again by what stays with it: the device it sits on, and its permanent address.  All that is
+written down before it is made (docs/network.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from hetero_agent import names
+from hetero_agent.access import namespaces
+from hetero_agent.access.grant import GrantedNode
+from hetero_agent.access.manifest import AccessError
+from hetero_agent.access.namespaces import Identity, Process
+from hetero_agent.core import address
+from hetero_agent.text import printable
+
+log = logging.getLogger("hetero_agent.access")
+
+VERSION: Final = 1
+
+#: Flags of an interface that are put back (netdevice(7)): up, no ARP, promiscuous, all multicast.
+_UP: Final = 0x1
+_LOOPBACK: Final = 0x8
+_FLAGS: Final = _UP | 0x80 | 0x100 | 0x200
+
+#: rtnetlink(7): the table of local addresses, a route of the kernel's own making, a unicast route,
+#: and the scopes of addresses that mean nothing beyond the link and the host.
+_TABLE_LOCAL: Final = 255
+_PROTO_KERNEL: Final = 2
+_UNICAST: Final = 1
+_SCOPES_NEAR: Final = (253, 254)
+
+#: Whether RDMA devices can be used in all network namespaces (ib_core's parameter: what
+#: ``rdma system`` shows and sets).
+_RDMA_SHARED: Final = "/sys/module/ib_core/parameters/netns_mode"
+
+_NEW: Final = ".new"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An interface as one namespace shows it.
+
+    PERMANENT is the address that it was made with, PARENT (``bus/name``) the device that it sits on,
+    "" where it has none; LOWER the number of the interface that it is on top of (in the same
+    namespace), MASTER that of its bridge or bond, 0 for none.  FILTERED: an XDP program is on it.
+    """
+
+    index: int
+    name: str
+    flags: int
+    address: str
+    mtu: int
+    kind: str
+    permanent: str
+    parent: str
+    lower: int
+    master: int
+    filtered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """An interface that was moved, or is about to be, as it was on the host; ON_THE_WAY is the name
+    that it has between the two."""
+
+    name: str
+    index: int
+    flags: int
+    address: str
+    mtu: int
+    kind: str
+    permanent: str
+    parent: str
+    on_the_way: str
+
+    def is_it(self, link: Link) -> bool:
+        """Whether LINK, of whatever namespace, is this interface."""
+        if self.parent or link.parent:
+            # interfaces of one device differ in their addresses
+            return (self.parent, self.permanent) == (link.parent, link.permanent)
+        if self.permanent or link.permanent:
+            return (self.permanent, self.kind) == (link.permanent, link.kind)
+        return self.kind == link.kind and (self.index == link.index or self.on_the_way == link.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What a lease has elsewhere: in NAMESPACE."""
+
+    namespace: Identity
+    moved: tuple[Moved, ...]
+
+
+class Netdevs:
+    """Moves interfaces; one record a lease in DIRECTORY/netdev, its namespace in DIRECTORY/netns.
+
+    Synchronous.  Every call runs in the host's network namespace; they take turns.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._records = directory / "netdev"
+        self._mounts = directory / "netns"
+        self._lock = threading.Lock()
+
+    def __contains__(self, lease: str) -> bool:
+        return (self._records / lease).exists()
+
+    def leases(self) -> list[str]:
+        """The leases that have interfaces elsewhere, or are about to."""
+        with self._lock:
+            try:
+                found = sorted(entry.name for entry in os.scandir(self._records))
+            except FileNotFoundError:
+                return []
+            for name in found:
+                if name.endswith(_NEW):
+                    # never came into force
+                    (self._records / name).unlink(missing_ok=True)
+            return [name for name in found if names.LEASE_ID.fullmatch(name)]
+
+    def attach(self, lease: str, interfaces: Sequence[str], process: Process) -> None:
+        """Have the host's INTERFACES in the network namespace of PROCESS, those that LEASE has in
+        another one brought back before; where PROCESS is on the host, they stay there.
+
+        Raises AccessError, and what LEASE had elsewhere is on the host then.
+        """
+        with self._turn(), namespaces.of_process(process) as target:
+            there = namespaces.identity(target)
+            before = self._read(lease)
+            if before is not None:
+                if before.namespace == there and self._complete(before, target):
+                    return
+                self._bring_back(lease, before)
+            with namespaces.home() as here:
+                if namespaces.identity(here) == there:
+                    return
+                links = _links(here)
+                moving = [_moved(lease, _movable(name, links, here)) for name in interfaces]
+                try:
+                    self._write(lease, _Record(there, tuple(moving)))
+                    namespaces.keep(target, self._mounts / lease)
+                    for one in moving:
+                        _move(one, here, target)
+                except (OSError, AccessError) as error:
+                    self._undo(lease)
+                    if isinstance(error, AccessError):
+                        raise
+                    raise AccessError(
+                        f"network interface {_all(moving)} can't be moved: {printable(error.strerror or error)}"
+                    ) from error
+
+    def detach(self, lease: str) -> None:
+        """Bring back what LEASE has elsewhere, under its old name and as it was; nothing is no error.
+        Raises AccessError: it is to be tried again."""
+        with self._turn():
+            record = self._read(lease)
+            if record is not None:
+                self._bring_back(lease, record)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except OSError as error:
+                raise AccessError(f"network interfaces: {printable(error.strerror or error)}") from error
+
+    def _undo(self, lease: str) -> None:
+        try:
+            record = self._read(lease)
+            if record is not None:
+                self._bring_back(lease, record)
+        except (AccessError, OSError) as error:
+            log.error(
+                "lease %s: a failed move of network interfaces is not undone: %s", lease, printable(error)
+            )
+
+    def _complete(self, record: _Record, target: int) -> bool:
+        links = _links(target)
+        return all(any(one.is_it(link) for link in links) for one in record.moved)
+
+    def _bring_back(self, lease: str, record: _Record) -> None:
+        mount = self._mounts / lease
+        with namespaces.home() as here, namespaces.kept(mount) as target:
+            for one in record.moved:
+                _bring_home(one, here, target)
+        namespaces.let_go(mount)
+        (self._records / lease).unlink(missing_ok=True)
+
+    # -- records --------------------------------------------------------------------------------
+    def _write(self, lease: str, record: _Record) -> None:
+        text = json.dumps(
+            {"version": VERSION, "namespace": record.namespace, "moved": [asdict(one) for one in record.moved]}
+        )
+        self._records.mkdir(mode=0o755, parents=True, exist_ok=True)
+        new = self._records / (lease + _NEW)
+        new.write_text(text, encoding="utf-8")
+        new.replace(self._records / lease)
+
+    def _read(self, lease: str) -> _Record | None:
+        """The record of LEASE.  Raises AccessError for one that makes no sense."""
+        try:
+            data = json.loads((self._records / lease).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise AccessError(f"the record of lease {lease}'s network interfaces is damaged") from error
+        try:
+            if data["version"] != VERSION:
+                raise ValueError
+            return _Record(Identity(*data["namespace"]), tuple(Moved(**one) for one in data["moved"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise AccessError(f"the record of lease {lease}'s network interfaces makes no sense") from error
+
+
+def belongs(interface: str, nodes: Sequence[GrantedNode]) -> bool:
+    """Whether INTERFACE sits on the PCI device that one of NODES, a lease's own ones, belongs to."""
+    device = address.last_in(os.path.realpath(f"/sys/class/net/{interface}"))
+    if device is None or not names.INTERFACE.fullmatch(interface):
+        return False
+    for node in nodes:
+        if node.role == "own" and node.kind in ("char", "block"):
+            place = os.path.realpath(f"/sys/dev/{node.kind}/{node.major}:{node.minor}")
+            if address.last_in(place) == device:
+                return True
+    return False
+
+
+# -- what may be moved ----------------------------------------------------------------------------
+def _movable(name: str, links: Sequence[Link], here: int) -> Link:
+    """Return the host's interface NAME.  Raises AccessError, saying why, if the host needs it."""
+    link = next((one for one in links if one.name == name), None)
+    if link is None:
+        raise AccessError(f"there is no network interface {printable(name)} on this host")
+    reason = _needed(link, links) or _used(link, here) or _bound_to_host(link)
+    if reason:
+        raise AccessError(f"network interface {name} can't be moved: {reason}")
+    return link
+
+
+def _needed(link: Link, links: Sequence[Link]) -> str:
+    if link.flags & _LOOPBACK:
+        return "it is the loopback interface"
+    if link.master:
+        master = next((one for one in links if one.index == link.master), None)
+        what = f"{master.kind or 'interface'} {master.name}" if master else f"interface {link.master}"
+        return f"it is a member of {what}"
+    above = [one for one in links if one.lower == link.index and one.kind != "veth"]
+    if above:
+        return f"{above[0].kind or 'interface'} {above[0].name} is on top of it"
+    return ""
+
+
+def _used(link: Link, here: int) -> str:
+    """Whether the host speaks through it: routes and addresses that are gone once it is moved."""
+
+    def look(netlink: Any) -> str:
+        for route in netlink.get_routes():
+            table = route.get_attr("RTA_TABLE") or route["table"]
+            if route["type"] != _UNICAST or table == _TABLE_LOCAL or link.index not in _outward(route):
+                continue
+            if route["dst_len"] == 0:
+                return "the host's default route goes through it"
+            if route["proto"] != _PROTO_KERNEL:
+                return f"the host's route to {route.get_attr('RTA_DST')}/{route['dst_len']} goes through it"
+        for one in netlink.get_addr(index=link.index):
+            if one["index"] == link.index and one["scope"] not in _SCOPES_NEAR:
+                return (
+                    f"the host has the address {one.get_attr('IFA_ADDRESS')}/{one['prefixlen']} on it;"
+                    f" take it away first: ip address flush dev {link.name}"
+                )
+        return ""
+
+    return _speak(here, look)
+
+
+def _outward(route: Any) -> set[int]:
+    hops = [hop["oif"] for hop in route.get_attr("RTA_MULTIPATH") or ()]
+    return {route.get_attr("RTA_OIF") or 0, *hops}
+
+
+def _bound_to_host(link: Link) -> str:
+    """Whether the device's RDMA side would stay behind."""
+    verbs = f"/sys/class/net/{link.name}/device/infiniband"
+    if os.path.isdir(verbs) and _text(_RDMA_SHARED) == "N":  # noqa: PTH112
+        return (
+            "RDMA devices are in one network namespace each on this host, so that its verbs would stay"
+            " behind: rdma system set netns shared"
+        )
+    return ""
+
+
+# -- moving ---------------------------------------------------------------------------------------
+def _moved(lease: str, link: Link) -> Moved:
+    return Moved(
+        name=link.name,
+        index=link.index,
+        flags=link.flags & _FLAGS,
+        address=link.address,
+        mtu=link.mtu,
+        kind=link.kind,
+        permanent=link.permanent,
+        parent=link.parent,
+        # 15 characters at most; no two leases move the same, and no host has such names
+        on_the_way=f"ha{lease[:8]}{link.index % 100_000:05d}",
+    )
+
+
+def _move(one: Moved, here: int, target: int) -> None:
+    """Move an interface that is on the host; it is up there if it was up here."""
+    if any(link.name == one.name for link in _links(target)):
+        raise AccessError(
+            f"network interface {one.name} can't be moved: the workload's network namespace has one of"
+            " that name"
+        )
+
+    def leave(netlink: Any) -> None:
+        netlink.link("set", index=one.index, state="down")
+        netlink.link("set", index=one.index, ifname=one.on_the_way)
+        netlink.link("set", index=one.index, net_ns_fd=target)
+
+    def arrive(netlink: Any) -> None:
+        link = next((link for link in _all_links(netlink) if link.name == one.on_the_way), None)
+        if link is None:
+            raise AccessError(f"network interface {one.name} did not arrive where it was moved")
+        netlink.link("set", index=link.index, ifname=one.name)
+        if one.flags & _UP:
+            netlink.link("set", index=link.index, state="up")
+
+    _speak(here, leave)
+    _speak(target, arrive)
+
+
+def _bring_home(one: Moved, here: int, target: int | None) -> None:
+    """Have an interface on the host, as it was.  Raises AccessError."""
+    if target is not None and _send_home(one, target, here):
+        return _settle(one, here)
+    if any(one.is_it(link) for link in _links(here)):
+        return _settle(one, here)
+    known = {namespaces.identity(here)}
+    if target is not None:
+        known.add(namespaces.identity(target))
+    for other in namespaces.others(known):
+        if _send_home(one, other, here):
+            return _settle(one, here)
+    if one.parent and os.path.lexists(f"/sys/bus/{one.parent.replace('/', '/devices/')}/driver"):
+        raise AccessError(
+            f"network interface {one.name} is in none of the network namespaces that can be looked into, and"
+            f" its device {one.parent.partition('/')[2]} is there"
+        )
+    log.warning("network interface %s is gone; it is not brought back", one.name)
+    return None
+
+
+def _send_home(one: Moved, namespace: int, here: int) -> bool:
+    """Move the interface from NAMESPACE to the host, under a name that nobody has there, if it is
+    in it; nothing of the workload's stays on top of it."""
+
+    def leave(netlink: Any) -> bool:
+        links = _all_links(netlink)
+        link = next((link for link in links if one.is_it(link)), None)
+        if link is None:
+            return False
+        for above in links:
+            if above.lower == link.index and above.kind != "veth":
+                netlink.link("del", index=above.index)
+        netlink.link("set", index=link.index, state="down")
+        if link.filtered:
+            netlink.link("set", index=link.index, xdp_fd=-1)
+        if link.name != one.on_the_way:
+            netlink.link("set", index=link.index, ifname=one.on_the_way)
+        netlink.link("set", index=link.index, net_ns_fd=here)
+        return True
+
+    return _speak(namespace, leave)
+
+
+def _settle(one: Moved, here: int) -> None:
+    """Give an interface that is on the host what it had there.  Raises AccessError if another one
+    has its name."""
+
+    def look(netlink: Any) -> None:
+        links = _all_links(netlink)
+        link = next(link for link in links if one.is_it(link))
+        taken = link.name != one.name and any(other.name == one.name for other in links)
+        renamed = link.name != one.name and not taken
+        if renamed or link.address != one.address:
+            netlink.link("set", index=link.index, state="down")
+        if renamed:
+            netlink.link("set", index=link.index, ifname=one.name)
+        if link.address != one.address:
+            netlink.link("set", index=link.index, address=one.address)
+        if link.mtu != one.mtu:
+            netlink.link("set", index=link.index, mtu=one.mtu)
+        netlink.link("set", index=link.index, flags=one.flags, change=_FLAGS)
+        if taken:
+            raise AccessError(
+                f"network interface {one.name} is back as {link.name}: another interface has its name now;"
+                " give that another one"
+            )
+
+    _speak(here, look)
+
+
+# -- netlink ----------------------------------------------------------------------------------------
+def _links(namespace: int) -> list[Link]:
+    return _speak(namespace, _all_links)
+
+
+def _speak(namespace: int, work: Callable[[Any], T]) -> T:
+    """Return what WORK returns with a netlink socket of NAMESPACE.  Raises OSError."""
+
+    def run() -> T:
+        # late: a seventh of a second and 14 MiB
+        from pyroute2 import IPRoute  # noqa: PLC0415
+        from pyroute2.netlink.exceptions import NetlinkError  # noqa: PLC0415
+
+        try:
+            with IPRoute() as netlink:
+                return work(netlink)
+        except NetlinkError as error:
+            raise OSError(error.code, os.strerror(error.code)) from error
+
+    return namespaces.inside(namespace, run)
+
+
+def _all_links(netlink: Any) -> list[Link]:
+    return [_link(message) for message in netlink.get_links()]
+
+
+def _link(message: Any) -> Link:
+    def text(name: str) -> str:
+        return str(message.get_attr(name) or "")
+
+    information = message.get_attr("IFLA_LINKINFO")
+    filters = message.get_attr("IFLA_XDP")
+    bus, parent = text("IFLA_PARENT_DEV_BUS_NAME"), text("IFLA_PARENT_DEV_NAME")
+    elsewhere = message.get_attr("IFLA_LINK_NETNSID") is not None
+    return Link(
+        index=message["index"],
+        name=text("IFLA_IFNAME"),
+        flags=message["flags"],
+        address=text("IFLA_ADDRESS"),
+        mtu=message.get_attr("IFLA_MTU") or 0,
+        kind=str(information.get_attr("IFLA_INFO_KIND") or "") if information else "",
+        permanent=text("IFLA_PERM_ADDRESS"),
+        parent=f"{bus}/{parent}" if bus and parent else "",
+        lower=0 if elsewhere else message.get_attr("IFLA_LINK") or 0,
+        master=message.get_attr("IFLA_MASTER") or 0,
+        filtered=bool(filters and filters.get_attr("IFLA_XDP_ATTACHED")),
+    )
+
+
+def _all(moving: Sequence[Moved]) -> str:
+    return ", ".join(one.name for one in moving)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
