@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hetero_agent.config import HealthTable
 from hetero_agent.core import verdict
-from hetero_agent.core.events import HealthJudged, Note
+from hetero_agent.core.events import Happened, HealthJudged, Note
 from hetero_agent.core.model import AuditKind, DeviceRecord, Health, Instant, Opinion, Origin
 from hetero_agent.core.ports import Submit
 from hetero_agent.core.symptoms import MessageRule, Symptoms
@@ -376,6 +376,7 @@ class HealthEdge:
         """Notice a sleep that nobody told of."""
         slept, self._slept = self._slept, _offset()
         if self._slept - slept > 2.0 and self._asleep is None:
+            self._submit(Happened(self._now(), "resume", "the machine woke up; nobody told of its sleep"))
             self.sleep(False)
 
 

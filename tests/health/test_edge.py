@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_agent.core.events import Happened
 from hetero_agent.core.model import AuditKind, DeviceRecord, Health, Opinion, Origin
 from hetero_agent.core.symptoms import MessageRule, Symptoms
 from hetero_agent.core.verdict import Fault
@@ -368,6 +369,7 @@ def test_a_sleep_that_nobody_told_of_is_noticed(tmp_path: Path) -> None:
         said = await rig.until(path.name, H.SUSPECT)
         assert said.reason == "the machine slept; not probed yet"
         await rig.until(path.name, H.HEALTHY)
+        assert [one.what for one in rig.events if isinstance(one, Happened)] == ["resume"]
 
     with_rig(test, tmp_path, symptoms=SYMPTOMS)
 
