@@ -19,6 +19,7 @@ from hetero_agent.access import door as module
 from hetero_agent.access.door import Door
 from hetero_agent.access.manifest import AccessError, environment, filtered
 from hetero_agent.core.model import DeviceRecord, Instant, Joining, Lease, LeaseState, Node, RequestKey, Role
+from tests.support.timing import within
 
 LEASE_ID = "0123456789abcdef" * 2
 
@@ -280,7 +281,7 @@ def test_what_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     beginning = time.monotonic()
     text = failure(lease("a"), record("a", mounts=((str(tmp_path / "fifo"), "/x", "ro"),)))
     assert text == "looking at the nodes and mounts of the lease takes more than 0.2 s; something there hangs"
-    assert time.monotonic() - beginning < 3
+    assert time.monotonic() - beginning < 20
     with open(tmp_path / "fifo", "w"):
         pass
 
@@ -315,10 +316,14 @@ def test_nodes_that_can_not_hang_need_no_thread(monkeypatch: pytest.MonkeyPatch)
         nodes = [device_node("/dev/loop-control"), file_node(shm)]
         records = [record(f"d{number}", nodes, path="/sys/devices/x") for number in range(64)]
         started = count_threads(monkeypatch)
-        before = time.monotonic()
-        prepare(lease(*(one.id for one in records)), *records)
+
+        def attempt() -> float:
+            before = time.monotonic()
+            prepare(lease(*(one.id for one in records)), *records)
+            return time.monotonic() - before
+
+        within(0.2, attempt)
         assert started == []
-        assert time.monotonic() - before < 0.2
     finally:
         shm.unlink()
 

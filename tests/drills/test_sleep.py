@@ -153,12 +153,12 @@ def test_the_history_tells_of_the_sleep_beside_what_it_caused(
     lease, _ = member.allocate("a", RESOURCE, 1, {"devices": V("as", ["npu-0"])})
     with FakeSystemd(bus) as system:
         system.prepare_for_sleep(True)
-        wait_until(lambda: "suspend" in _triggers(member), 10, "the suspend in the history")
+        wait_until(lambda: "suspend" in _triggers(member), what="the suspend in the history")
         agent.signal(signal.SIGSTOP)
         sleep.wake_after(8 * HOUR)
         agent.signal(signal.SIGCONT)
         system.prepare_for_sleep(False)
-        wait_until(lambda: "resume" in _triggers(member), 10, "the resume in the history")
+        wait_until(lambda: "resume" in _triggers(member), what="the resume in the history")
     assert member.wait_for_signal(names.MANAGER, "LeaseEnded").body == (lease, "expired")
     wanted = ["suspend", "resume", "deadline"]
     assert [one for one in _triggers(member) if one in wanted] == wanted

@@ -70,7 +70,7 @@ def test_unplugged_while_they_are_given_out(
                     del granted[lease]
             vendor.devices = dict(known)
             vendor.report()
-            wait_until(lambda: set(client.devices()) == set(IDS), 10, "all devices again")
+            wait_until(lambda: set(client.devices()) == set(IDS), what="all devices again")
         for number, lease in enumerate(granted):
             client.release(f"last-{number}", lease)
         all_free(client, agent, IDS)

@@ -71,7 +71,7 @@ class Crash:
                 break
             if isinstance(answer, Reply):
                 self.answers[step.__name__] = answer
-        wait_until(lambda: not self.agent.running(), 15, "the end at the fault point")
+        wait_until(lambda: not self.agent.running(), what="the end at the fault point")
         assert self.agent.wait() == -9
 
     def restart(self) -> None:
@@ -92,7 +92,7 @@ class Crash:
     def wait_over(self) -> None:
         """The device is idle, the lease gone, its ids spent, and the history without a gap or repeat."""
         self.client.wait_for_device("npu-0", State="idle")
-        wait_until(lambda: not self.leases, 5, "the end of the lease")
+        wait_until(lambda: not self.leases, what="the end of the lease")
         with pytest.raises(CallError) as caught:
             self.allocate()
         assert caught.value.name == "RequestSpent"

@@ -62,7 +62,7 @@ def test_console_is_granted_held_and_returned(root: Client) -> None:
             "the process among the holders",
         )
         process.kill()
-        root.wait_for_device(DEVICE_ID, State="idle", timeout=2)
+        root.wait_for_device(DEVICE_ID, State="idle")
     assert root.wait_for_signal(names.MANAGER, "LeaseEnded").body == (lease, "owner-gone")
 
 

@@ -248,7 +248,7 @@ def test_report_counts_add_up(bus: PrivateBus, agent: AgentProcess, vendor: Vend
             reports = watcher.signals(names.MANAGER, "Report")
             return bool(reports) and reports[-1].body[4].get(RESOURCE, {}).get("in-use") == 2
 
-        wait_until(counted, 5, "a Report with two devices in use")
+        wait_until(counted, what="a Report with two devices in use")
         version, epoch, _, complete, resources = watcher.signals(names.MANAGER, "Report")[-1].body
         counts = dict(resources[RESOURCE])
         assert (version, complete) == (1, True)

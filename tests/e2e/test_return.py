@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -12,11 +13,12 @@ from tests.support.agent import CONFIG, GROUP_GID, MEMBER, OUTSIDER, AgentProces
 from tests.support.bus import PrivateBus
 from tests.support.calls import CallError, Client, V
 from tests.support.hold import HoldingProcess
+from tests.support.timing import within
 from tests.support.vendor import RESOURCE, Vendor
 from tests.support.wait import wait_until
 
 SHORT = CONFIG.replace(
-    "[reclaim]\n", "[grant]\nconfirm-within = 1\n\n[reclaim]\ndeadline = 2\nkill-after = 0.5\n"
+    "[reclaim]\n", "[grant]\nconfirm-within = 1\n\n[reclaim]\ndeadline = 3\nkill-after = 0.5\n"
 )
 
 
@@ -39,41 +41,64 @@ def member(bus: PrivateBus, vendor: Vendor) -> Iterator[Client]:
         yield client
 
 
-def bound(member: Client, process: HoldingProcess, **options: object) -> str:
+def bound(member: Client, process: HoldingProcess, request: str = "bound", **options: object) -> str:
     """Allocate npu-0 confirmed and bound to PROCESS, which then opens it; return the lease."""
     binding = {"confirm": V("b", True), "pid": V("u", process.pid)}
-    lease, _ = member.allocate("bound", RESOURCE, 1, {**binding, **options})
+    lease, _ = member.allocate(request, RESOURCE, 1, {**binding, **options})
     process.open()
     return lease
 
 
 def test_kill_of_the_bound_process_returns_the_device_within_a_second(member: Client, vendor: Vendor) -> None:
-    with HoldingProcess(vendor.file("npu-0"), MEMBER, later=True) as process:
-        lease = bound(member, process)
-        member.wait_for_device("npu-0", State="in-use")
-        process.kill()
-        died = time.monotonic()
-        member.wait_for_device("npu-0", State="idle")
-        assert time.monotonic() - died < 1
-    assert member.wait_for_signal(names.MANAGER, "LeaseEnded").body == (lease, "owner-gone")
+    leases = []
+
+    def attempt() -> float:
+        with HoldingProcess(vendor.file("npu-0"), MEMBER, later=True) as process:
+            leases.append(bound(member, process, request=f"bound-{len(leases)}"))
+            member.wait_for_device("npu-0", State="in-use")
+            process.kill()
+            died = time.monotonic()
+            member.wait_for_device("npu-0", State="idle")
+            return time.monotonic() - died
+
+    within(1, attempt)
+    wait_until(lambda: len(member.signals(names.MANAGER, "LeaseEnded")) == len(leases), what="their ends")
+    ended = [one.body for one in member.signals(names.MANAGER, "LeaseEnded")]
+    assert ended == [(lease, "owner-gone") for lease in leases]
+
+
+def test_last_of_several_handles_that_closes_returns_it_within_a_second(member: Client, vendor: Vendor) -> None:
+    turns = itertools.count()
+
+    def attempt() -> float:
+        with HoldingProcess(vendor.file("npu-0"), MEMBER, child=True, later=True) as process:
+            bound(member, process, request=f"bound-{next(turns)}")
+            process.kill()
+            member.wait_for_device("npu-0", State=("reclaiming", "faulty"))
+            process.kill_child()
+            freed = time.monotonic()
+            member.wait_for_device("npu-0", State="idle")
+            return time.monotonic() - freed
+
+    within(1, attempt)
 
 
 def test_child_that_keeps_it_keeps_it_reclaiming_then_faulty_then_idle(member: Client, vendor: Vendor) -> None:
     with HoldingProcess(vendor.file("npu-0"), MEMBER, child=True, later=True) as process:
         bound(member, process)
         process.kill()
-        member.wait_for_device("npu-0", State="reclaiming")
+        member.wait_for_device("npu-0", State=("reclaiming", "faulty"))
         with pytest.raises(CallError) as caught:
             member.allocate("next", RESOURCE)
         assert caught.value.name == "Unavailable"
         device = member.wait_for_device("npu-0", State="faulty")
+        history = member.call(names.device_path("npu-0"), names.DEVICE, "GetHistory", "u", 20)
+        assert [one["to"] for one in history][-3:] == ["in-use", "reclaiming", "faulty"]
         assert device["Reason"].startswith("reclaim-timeout")
         holders = member.call(names.device_path("npu-0"), names.DEVICE, "GetHolders")
         assert [one["pid"] for one in holders] == [process.child]
         process.kill_child()
-        freed = time.monotonic()
         member.wait_for_device("npu-0", State="idle")
-        assert time.monotonic() - freed < 1
     member.wait_for_signal(names.MANAGER, "LeaseEnded")
 
 
@@ -82,7 +107,7 @@ def test_released_while_held_stays_reclaiming(member: Client, vendor: Vendor) ->
         lease, _ = member.allocate("r1", RESOURCE, 1, {"confirm": V("b", True)})
         process.open()
         assert member.release("r2", lease) is True
-        member.wait_for_device("npu-0", State="reclaiming")
+        member.wait_for_device("npu-0", State=("reclaiming", "faulty"))
         assert member.properties(lease, names.LEASE)["State"] == "ending"
         process.finish()
         member.wait_for_device("npu-0", State="idle")
@@ -142,9 +167,9 @@ def test_connection_binding_ends_with_the_connection(bus: PrivateBus, member: Cl
 
 
 def test_ttl_ends_unless_confirmed_again(member: Client) -> None:
-    lease, _ = member.allocate("r1", RESOURCE, 1, {"confirm": V("b", True), "ttl": V("t", 1_500_000)})
+    lease, _ = member.allocate("r1", RESOURCE, 1, {"confirm": V("b", True), "ttl": V("t", 4_000_000)})
     first = member.properties(lease, names.LEASE)["DeadlineBoottime"]
-    member.confirm("r2", lease, {"ttl": V("t", 2_500_000)})
+    member.confirm("r2", lease, {"ttl": V("t", 5_000_000)})
     second = member.properties(lease, names.LEASE)["DeadlineBoottime"]
     assert second > first
     assert member.wait_for_signal(names.MANAGER, "LeaseEnded").body == (lease, "expired")
@@ -183,7 +208,7 @@ def test_unplugged_while_leased_is_lost_and_kept(member: Client, vendor: Vendor)
     member.wait_for_device("npu-0", State="lost")
     assert member.properties(lease, names.LEASE)["Lost"] == [names.device_path("npu-0")]
     assert member.release("r2", lease) is True
-    wait_until(lambda: "npu-0" not in member.devices(), 5, "the end of the lost device")
+    wait_until(lambda: "npu-0" not in member.devices(), what="the end of the lost device")
 
 
 def test_cordon_drains_and_uncordon_gives_back(bus: PrivateBus, member: Client) -> None:
@@ -211,7 +236,7 @@ def test_reap_ends_a_named_stranger_and_nobody_else(bus: PrivateBus, member: Cli
             assert caught.value.name == "NotFound"
             assert stranger.running()
             assert root.manager("Reap", "soa(ut)", "k2", path, [(stranger.pid, stranger.start)]) == 1
-        wait_until(lambda: not stranger.running(), 5, "the end of the stranger")
+        wait_until(lambda: not stranger.running(), what="the end of the stranger")
         member.wait_for_device("npu-0", State="idle")
 
 

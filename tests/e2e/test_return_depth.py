@@ -92,7 +92,7 @@ def wait_holders(client: Client, *pids: int, path: str = NPU) -> list[dict[str, 
         found = holders(client, path)
         return found if [one["pid"] for one in found] == sorted(pids) else None
 
-    return wait_until(look, 5, f"holders {pids}")
+    return wait_until(look, what=f"holders {pids}")
 
 
 def _results(client: Client, lease: str) -> list[str]:
@@ -108,7 +108,7 @@ def test_term_that_is_ignored_is_followed_by_kill(agent: AgentProcess, vendor: V
         wait_holders(member, child.pid)
         begun = time.monotonic()
         member.release("r", lease)
-        assert child.process.wait(5) == -signal.SIGKILL
+        assert child.process.wait(30) == -signal.SIGKILL
         assert time.monotonic() - begun >= KILL_AFTER
         member.wait_for_device("npu-0", State="idle")
         wait_signals(agent, child.pid, ["got SIGTERM", "got SIGKILL"])
@@ -151,14 +151,14 @@ def test_on_fault_kill_ends_the_leases_own_processes(
         try:
             wait_holders(member, own.pid, other.pid)
             vendor.health("npu-0", "unhealthy", "fell off the bus")
-            assert own.process.wait(5) == -signal.SIGTERM
-            member.wait_for_device("npu-0", State="reclaiming")
+            assert own.process.wait(30) == -signal.SIGTERM
+            member.wait_for_device("npu-0", State=("reclaiming", "faulty"))
             assert alive(other.pid)
             vendor.health("npu-0", "healthy")
         finally:
             own.end()
     member.wait_for_device("npu-0", State="idle")
-    wait_until(lambda: _results(member, lease) == ["failed"], 5, "the end of the lease")
+    wait_until(lambda: _results(member, lease) == ["failed"], what="the end of the lease")
 
 
 _STUCK = """
@@ -185,7 +185,7 @@ def test_holder_in_the_kernels_hands(agent: AgentProcess, vendor: Vendor, member
         process.stdin.write("go\n")
         process.stdin.flush()
         wchan = Path(f"/proc/{process.pid}/wchan")
-        wait_until(lambda: "request_wait_answer" in wchan.read_text(), 5, "the wait in the kernel")
+        wait_until(lambda: "request_wait_answer" in wchan.read_text(), what="the wait in the kernel")
         member.release("r", lease)
         member.wait_for_device("npu-0", State="faulty", Reason="reclaim-timeout")
         assert process.poll() is None
@@ -197,14 +197,14 @@ def test_holder_in_the_kernels_hands(agent: AgentProcess, vendor: Vendor, member
             begun = time.monotonic()
             root.release(f"p{number}", other)
             root.wait_for_device("npu-1", State="idle")
-            assert time.monotonic() - begun < 2
+            assert time.monotonic() - begun < 10
         time.sleep(4 * KILL_AFTER)
         wait_signals(agent, process.pid, ["got SIGTERM", "got SIGKILL"])
         assert agent.log.count("did not come back in time") == 1
         assert process.poll() is None
-    assert process.wait(5) in (-signal.SIGTERM, -signal.SIGKILL)
+    assert process.wait(30) in (-signal.SIGTERM, -signal.SIGKILL)
     root.wait_for_device("npu-0", State="idle")
-    wait_until(lambda: _results(member, lease) == ["released"], 5, "the end of the lease")
+    wait_until(lambda: _results(member, lease) == ["released"], what="the end of the lease")
     process.stdin.close()
     process.stdout.close()
 
@@ -232,7 +232,7 @@ def test_who_is_not_wholly_the_leases_is_never_signalled(
             root.manager("Reap", "soa(ut)", "k1", NPU, both)
         assert caught.value.name == "NotAuthorized"
         assert root.manager("Reap", "soa(ut)", "k2", NPU, both[1:]) == 1
-        wait_until(lambda: not alive(other.pid), 5, "the end of the other")
+        wait_until(lambda: not alive(other.pid), what="the end of the other")
         assert alive(half.pid)
         root.wait_for_device("npu-0", State="faulty")
     root.wait_for_device("npu-0", State="idle")
@@ -257,7 +257,7 @@ def test_descriptor_handed_to_another_user_after_the_end(vendor: Vendor, member:
         )
         theirs.close()
         member.release("r", lease)
-        member.wait_for_device("npu-0", State="reclaiming")
+        member.wait_for_device("npu-0", State=("reclaiming", "faulty"))
         descriptor = os.open(f"/proc/{owner.pid}/fd/3", os.O_RDWR)
         socket.send_fds(ours, [b"x"], [descriptor])
         os.close(descriptor)
@@ -268,7 +268,7 @@ def test_descriptor_handed_to_another_user_after_the_end(vendor: Vendor, member:
         assert member.device("npu-0")["State"] in ("reclaiming", "faulty")
         assert receiver.stdin is not None
         receiver.stdin.close()
-        assert receiver.wait(5) == 0
+        assert receiver.wait(30) == 0
     member.wait_for_device("npu-0", State="idle")
 
 
@@ -308,7 +308,7 @@ def test_recycled_pid_is_not_the_owner(
         member.wait_for_device("npu-0", State="idle")
     assert alive(pid)
     parent.stdin.close()
-    assert parent.wait(5) == 0
+    assert parent.wait(30) == 0
     parent.stdout.close()
     member.wait_for_device("npu-0", State="idle")
     assert '"HETERO_REASON":"its pid ended"' in agent.log
@@ -326,7 +326,7 @@ def test_holder_in_namespaces_of_its_own(vendor: Vendor, member: Client) -> None
     before += ["sh", "-c", script, str(vendor.file("npu-0")), str(alias), *as_user(MEMBER)]
     child = Child(alias, "open", before)
     try:
-        (one,) = wait_until(lambda: holders(member), 5, "the holder")
+        (one,) = wait_until(lambda: holders(member), what="the holder")
         assert one["uid"] == MEMBER
         assert one["pid"] != child.pid  # unshare's child, by the host's number
         assert one["evidence"]["path"] == str(alias)
@@ -374,7 +374,7 @@ def test_container_from_start_to_end(agent: AgentProcess, vendor: Vendor, root: 
         assert root.signals(names.MANAGER, "Conflict") == []
         root.release("r", lease)
         root.wait_for_device("npu-0", State="idle")
-        wait_until(lambda: not alive(container.pid), 5, "the end of the container")
+        wait_until(lambda: not alive(container.pid), what="the end of the container")
         assert not alive(executed)
     # the first process of a pid namespace is deaf to what it has no handler for
     wait_signals(agent, container.pid, ["got SIGTERM", "got SIGKILL"])
@@ -435,7 +435,7 @@ def test_device_that_comes_back_while_its_holder_stays(vendor: Vendor, member: C
         member.wait_for_device("npu-0", State="lost")
         vendor.devices["npu-0"] = was
         vendor.report()
-        member.wait_for_device("npu-0", State="reclaiming")
+        member.wait_for_device("npu-0", State=("reclaiming", "faulty"))
         assert member.properties(lease, names.LEASE)["State"] == "active"
         member.wait_for_device("npu-0", State="faulty")
     member.wait_for_device("npu-0", State="idle")
@@ -490,7 +490,7 @@ def test_shares_of_one_node_come_back_by_whose_process_it_is(vendor: Vendor, mem
             member.allocate("card", "example.com/fpga")
         assert caught.value.name == "Unavailable"
         first.kill()
-        member.wait_for_device("card-s1", State="reclaiming")
+        member.wait_for_device("card-s1", State=("reclaiming", "faulty"))
         # its child has the node open; so has the other lease's process, which doesn't count
         (one,) = wait_holders(member, first.child, path=names.device_path("card-s1"))
         assert one["role"] == "leftover"
@@ -546,7 +546,7 @@ def test_blind_agent_proves_nothing(
     vendor.report()
     member.wait_for_device("npu-0", State="idle")
     member.wait_for_device("npu-1", State="idle")
-    wait_until(lambda: not member.properties(names.ROOT, names.MANAGER)["Leases"], 5, "the end of the lease")
+    wait_until(lambda: not member.properties(names.ROOT, names.MANAGER)["Leases"], what="the end of the lease")
 
 
 # -- nodes of the kernel -----------------------------------------------------------------------------

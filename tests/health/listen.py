@@ -39,7 +39,7 @@ class Listener:
         """The codes heard so far."""
         return [one.code for one in self.said]
 
-    async def until(self, *codes: str, timeout: float = 10) -> None:
+    async def until(self, *codes: str, timeout: float = 30) -> None:
         """Wait until exactly these codes were heard."""
         await wait_until_async(
             lambda: self.codes[-len(codes) :] == list(codes), timeout, f"{codes} (heard {self.codes})"
@@ -47,7 +47,7 @@ class Listener:
 
     async def reading(self, source: str) -> None:
         """Wait until it reads from SOURCE."""
-        await wait_until_async(lambda: self.log.source == source, 20, f"{source} ({self.log.problem})")
+        await wait_until_async(lambda: self.log.source == source, what=f"{source} ({self.log.problem})")
 
 
 def listening(

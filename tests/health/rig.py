@@ -105,7 +105,7 @@ class Rig:
         return [one for one in self.events if isinstance(one, Note)]
 
     async def until(
-        self, device: str, health: Health, origin: Origin = Origin.PROBE, timeout: float = 10
+        self, device: str, health: Health, origin: Origin = Origin.PROBE, timeout: float = 30
     ) -> Opinion:
         """Wait until ORIGIN says HEALTH of a device; returns that."""
         await wait_until_async(

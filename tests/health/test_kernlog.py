@@ -20,17 +20,21 @@ real = pytest.mark.skipif(not kmsg.real_is_writable(), reason="/dev/kmsg can't b
 
 @real
 def test_a_message_in_the_real_ring_is_heard() -> None:
-    word = f"{time.time_ns() % 10**9}"
+    words = [f"{time.time_ns() % 10**9 + number}" for number in range(4)]
 
     async def test(one: Listener) -> None:
         await one.reading("kmsg")
-        begun = time.monotonic()
-        kmsg.say_real(f"npu 0000:3b:00.0: error {word}")
-        await one.until(word)
-        assert time.monotonic() - begun < 1
-        [said] = [said for said in one.said if said.code == word]
-        assert (said.rule, said.address, said.line) == (0, "0000:3b:00.0", f"npu 0000:3b:00.0: error {word}")
-        assert 0 <= said.age < 1
+        took = []
+        for word in words:
+            begun = time.monotonic()
+            kmsg.say_real(f"npu 0000:3b:00.0: error {word}")
+            await wait_until_async(lambda word=word: word in one.codes, what="the message")
+            took.append(time.monotonic() - begun)
+            [said] = [said for said in one.said if said.code == word]
+            line = f"npu 0000:3b:00.0: error {word}"
+            assert (said.rule, said.address, said.line) == (0, "0000:3b:00.0", line)
+            assert 0 <= said.age < 10
+        assert min(took) < 0.5
 
     listening(test, "kmsg")
 
@@ -158,7 +162,7 @@ def test_old_messages_are_left_alone_but_for_the_last_minutes() -> None:
         kernel.say(error(1), age=700)
         kernel.say(error(2), age=500)
         await one.until("2")
-        assert 500 <= one.said[0].age < 520
+        assert 500 <= one.said[0].age < 560
 
     listening(test, "kmsg")
     """)
@@ -201,7 +205,7 @@ def test_the_journals_kernel_stream_is_read_and_read_on() -> None:
             begun = time.monotonic()
             journal.kernel.say(error(1), more=" SUBSYSTEM=pci\\n DEVICE=+pci:0000:3b:00.0\\n")
             await one.until("1")
-            assert time.monotonic() - begun < 2
+            assert time.monotonic() - begun < 10
             assert one.said[0].device == "+pci:0000:3b:00.0"
             journal.kernel.say(error(2, "0000:AF:00"))
             await one.until("1", "2")
@@ -236,7 +240,7 @@ def test_it_survives_rotation_vacuum_and_a_new_journald() -> None:
                 await asyncio.to_thread(what)
                 number += 1
                 journal.kernel.say(error(number))
-                await one.until(str(number), timeout=20)
+                await one.until(str(number))
             assert one.codes == [str(one + 1) for one in range(number)], one.codes
             assert one.log.problem == ""
 

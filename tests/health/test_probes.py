@@ -129,7 +129,7 @@ def test_of_a_sleeping_device_only_the_state_is_read(tmp_path: Path, status: str
         ["/usr/bin/python3", "-c", script, json.dumps(spec)],
         capture_output=True,
         text=True,
-        timeout=5,
+        timeout=30,
         check=True,
     )
     assert json.loads(done.stdout) == {"asleep": True}

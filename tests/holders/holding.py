@@ -123,14 +123,14 @@ class Child:
     def kill(self) -> None:
         """SIGKILL, reaped."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
     def end(self) -> None:
         """End of file on its stdin, then its end."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(30)
         self.process.stdout.close()
 
 
@@ -200,12 +200,12 @@ class Rig:
         """Ask for a scan and return its result."""
         before = len(self.of(Scanned))
         self.edge.request_scan(targets)
-        await wait_until_async(lambda: len(self.of(Scanned)) > before, 20, "a scan")
+        await wait_until_async(lambda: len(self.of(Scanned)) > before, what="a scan")
         return self.of(Scanned)[before]
 
     async def next(self, kind: type[E], count: int = 1) -> E:
         """Wait until there are COUNT events of KIND; return the last of these."""
-        await wait_until_async(lambda: len(self.of(kind)) >= count, 10, f"{count} {kind.__name__}")
+        await wait_until_async(lambda: len(self.of(kind)) >= count, what=f"{count} {kind.__name__}")
         return self.of(kind)[count - 1]
 
     @property

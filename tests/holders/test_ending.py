@@ -55,7 +55,7 @@ def test_a_holder_of_the_uid_is_signalled(node: Node, name: str, number: int, ui
     async def test(rig: Rig) -> None:
         with holding(node.path, "open", as_user(STRANGER)) as child:
             assert await outcome(rig, order(child.pid, child.start, uid, name), node) == (True, "")
-            assert child.process.wait(10) == -number
+            assert child.process.wait(30) == -number
 
     with_rig(test)
 
@@ -67,7 +67,7 @@ def test_a_holder_by_mapping_of_a_copy_is_signalled(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         with holding(copy, "map") as child:
             assert await outcome(rig, order(child.pid, child.start, 0), loop_node(6)) == (True, "")
-            assert child.process.wait(10) == -signal.SIGKILL
+            assert child.process.wait(30) == -signal.SIGKILL
 
     with_rig(test)
 

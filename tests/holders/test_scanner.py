@@ -67,6 +67,15 @@ def hooked(tmp_path: Path, what: str = "process") -> tuple[str, ...]:
     return (*command, str(tmp_path / "who"), str(tmp_path / "fifo"))
 
 
+async def quick_scan(rig: Rig, node: Node, bound: int = 200_000) -> Scanned:
+    """A scan that took less than BOUND µs; one of a few, since others may have kept a processor busy."""
+    for _ in range(5):
+        scanned = await rig.scan(a=(node,))
+        if scanned.at.boot - scanned.started < bound:
+            return scanned
+    raise AssertionError(f"every scan takes more than {bound} µs")
+
+
 def test_a_scan_tells_who_holds_what(tmp_path: Path) -> None:
     node = file_node(tmp_path / "a")
 
@@ -222,9 +231,8 @@ def test_a_process_that_blocks_the_reader_is_left_out(tmp_path: Path) -> None:
             assert scanned.started > begun + 200_000, "the scan that was spoiled doesn't count"
             assert rig.edge.stats()["blocked"] == {blocking.pid: 0}
             # the next one doesn't wait for it again
-            again = await rig.scan(a=(node,))
+            again = await quick_scan(rig, node)
             assert (blocking.pid, 0) in again.devices["a"].uninspected
-            assert again.at.boot - again.started < 200_000
             worker = rig.worker
         gone = await rig.scan(a=(node,))
         assert blocking.pid not in [pid for pid, _ in gone.devices["a"].uninspected]
@@ -250,8 +258,7 @@ def test_evidence_that_blocks_the_reader_is_done_without(tmp_path: Path) -> None
             assert shown == {child.pid: plain, other.pid: {**plain, "drm-driver": "lab"}}
             assert rig.edge.stats()["blocked"] == {}
             # the next one doesn't wait for it again
-            again = await rig.scan(a=(node,))
-            assert again.at.boot - again.started < 200_000
+            again = await quick_scan(rig, node)
             assert {holder.pid for holder in again.devices["a"].holders} == {child.pid, other.pid}
 
     with_rig(test, deadline=0.2, command=command)
@@ -273,7 +280,7 @@ def test_a_process_is_tried_again_later(tmp_path: Path, monkeypatch: pytest.Monk
                 scanned = await rig.scan(a=(node,))
                 return [holder.pid for holder in scanned.devices["a"].holders] == [blocking.pid]
 
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not await read():
                     pass
             assert rig.edge.stats()["blocked"] == {}

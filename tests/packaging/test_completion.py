@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pty
+import select
 import subprocess
 import time
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ class Completer:
 def complete(tmp_path: Path) -> Iterator[Completer]:
     one = Completer(tmp_path)
     yield one
-    _, errors = one.process.communicate(timeout=10)
+    _, errors = one.process.communicate(timeout=60)
     assert errors == ""
 
 
@@ -156,10 +157,11 @@ def test_under_bash_at_a_terminal(tmp_path: Path) -> None:
         os.write(terminal, b". ./completion\n")
         os.write(terminal, b"heteroctl rel\t--a\t\x01echo got: \x05 end\n")
         seen = b""
-        deadline = time.monotonic() + 20
-        while b"\ngot: heteroctl release --all" not in seen and time.monotonic() < deadline:
-            seen += os.read(terminal, 4096).replace(b"\r", b"")
-        assert b"\ngot: heteroctl release --all end" in seen.replace(b"  ", b" "), json.dumps(seen.decode())
+        deadline = time.monotonic() + 30
+        while not (done := b"\ngot: heteroctl release --all end" in seen) and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 1)[0]:
+                seen = (seen + os.read(terminal, 4096)).replace(b"\r", b"").replace(b"  ", b" ")
+        assert done, json.dumps(seen.decode())
     finally:
         os.close(terminal)
         os.waitpid(pid, 0)

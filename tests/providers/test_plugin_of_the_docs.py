@@ -99,7 +99,7 @@ def test_its_devices_come_are_granted_fall_ill_and_go(agent: AgentProcess, plugi
         (plugin.files / "npu1.bad").unlink()
         root.wait_for_device("npu1", State="idle")
         (plugin.files / "npu0").unlink()
-        wait_until(lambda: "npu0" not in root.devices(), 10, "the end of npu0")
+        wait_until(lambda: "npu0" not in root.devices(), what="the end of npu0")
         plugin.terminate()
         root.wait_for_device("npu1", State="faulty", Reason="provider-gone")
         plugin.start()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hetero_agent.core.events import Event, HealthSeen, Observed, ProviderGone
 from hetero_agent.core.model import Actor, DeviceRecord, Health, Instant, Obstacle, Role
 from hetero_agent.providers import registry as module
 from hetero_agent.providers.registry import Registry
+from tests.support.timing import Stalls
 from tests.support.wait import wait_until_async
 
 ROOT = Actor(uid=0)
@@ -79,7 +81,7 @@ def run(body: Callable[[Bench], Awaitable[None]], tmp_path: Path, register: bool
         if register:
             await bench.registry.register(ROOT, BUS, "npu", 1, {})
         try:
-            await asyncio.wait_for(body(bench), 20)
+            await asyncio.wait_for(body(bench), 60)
         finally:
             bench.registry.close()
 
@@ -452,7 +454,7 @@ def test_grace(tmp_path: Path) -> None:
         bench.registry.connection_lost(":1.77")
         bench.registry.connection_lost(BUS)
         await refused(bench.report(2), ErrorKind.NOT_AUTHORIZED, "call RegisterProvider first")
-        await wait_until_async(lambda: bench.events, 5, "ProviderGone")
+        await wait_until_async(lambda: bench.events, what="ProviderGone")
         assert bench.events == [ProviderGone(Instant(1, 2), "npu")]
         # it is back with its list, not before; the list is told anew, and what went meanwhile is gone
         await bench.registry.register(ROOT, ":1.6", "npu", 1, {})
@@ -468,9 +470,12 @@ def test_grace(tmp_path: Path) -> None:
 
 def test_back_within_the_grace_time_is_no_news(tmp_path: Path) -> None:
     async def body(bench: Bench) -> None:
+        # longer than a busy machine keeps this from the next line
+        table = replace(bench.tables["npu"], grace=0.5)
+        bench.registry.reload(Config(providers={"npu": table}))
         bench.registry.connection_lost(BUS)
         await bench.registry.register(ROOT, ":1.6", "npu", 1, {})
-        await asyncio.sleep(0.1)  # twice the grace time
+        await asyncio.sleep(1.0)  # twice the grace time
         assert bench.events == []
 
     run(body, tmp_path)
@@ -487,7 +492,7 @@ def test_devices_from_before_a_restart(tmp_path: Path) -> None:
             ]
         )
         assert bench.events == [Observed(Instant(1, 2), "retired", gone=("orphan",))]
-        await wait_until_async(lambda: len(bench.events) > 1, 5, "ProviderGone")
+        await wait_until_async(lambda: len(bench.events) > 1, what="ProviderGone")
         assert bench.events[1] == ProviderGone(Instant(1, 2), "npu")
         await bench.registry.register(ROOT, BUS, "npu", 1, {})
         await bench.report(1, bench.device("kept"))
@@ -521,7 +526,7 @@ def test_reload_that_changes_the_uid_ends_the_session(tmp_path: Path) -> None:
         bench.registry.connection_lost(BUS)
         await bench.registry.register(Actor(uid=990), ":1.6", "npu", 1, {})
         bench.registry.reload(Config(providers={"npu": ProviderTable(uid=5, grace=0)}))
-        await wait_until_async(lambda: bench.events, 5, "ProviderGone")
+        await wait_until_async(lambda: bench.events, what="ProviderGone")
         assert bench.events == [ProviderGone(Instant(1, 2), "npu")]
 
     run(body, tmp_path)
@@ -545,9 +550,10 @@ def test_a_node_that_hangs_costs_this_provider_only(tmp_path: Path, monkeypatch:
         await refused(bench.report(1, device), ErrorKind.TIMEOUT, "one of them hangs")
         # the next one waits for the same thread, and starts no second
         await refused(bench.report(1, device), ErrorKind.TIMEOUT, "one of them hangs")
-        assert 0.4 <= time.monotonic() - beginning < 5
+        assert 0.4 <= time.monotonic() - beginning < 20
         assert bench.events == []
         monkeypatch.setattr(module.nodes, "inspect", real)
+        monkeypatch.setattr(module, "INSPECTION_DEADLINE", 20)
         with open(tmp_path / "fifo", "w"):
             pass
         assert (await bench.report(1, device))["accepted"]
@@ -558,20 +564,10 @@ def test_a_node_that_hangs_costs_this_provider_only(tmp_path: Path, monkeypatch:
 def test_four_thousand_devices_stay_off_the_loop(tmp_path: Path) -> None:
     async def body(bench: Bench) -> None:
         devices = [bench.device(f"n{number}") for number in range(4096)]
-        slowest = 0.0
-
-        async def heartbeat() -> None:
-            nonlocal slowest
-            while True:
-                before = time.monotonic()
-                await asyncio.sleep(0.001)
-                slowest = max(slowest, time.monotonic() - before)
-
-        beating = asyncio.create_task(heartbeat())
-        for page in range(64):
-            await bench.report(1, *devices[page * 64 : page * 64 + 64], page=page, pages=64)
-        beating.cancel()
+        async with Stalls() as stalls:
+            for page in range(64):
+                await bench.report(1, *devices[page * 64 : page * 64 + 64], page=page, pages=64)
         assert len(bench.observed()[0].records) == 4096
-        assert slowest < 0.5
+        assert stalls.longest < 0.5
 
     run(body, tmp_path)

@@ -62,7 +62,7 @@ def test_devices_come_fail_recover_and_go(agent: AgentProcess, sim: SimProcess) 
         tell(sim.socket, "recover", id="npu-1")
         root.wait_for_device("npu-1", State="idle", Health="healthy")
         tell(sim.socket, "remove", id="npu-1")
-        wait_until(lambda: sorted(root.devices()) == ["npu-0"], 10, "the end of npu-1")
+        wait_until(lambda: sorted(root.devices()) == ["npu-0"], what="the end of npu-1")
         assert tell(sim.socket, "list")["reported"] is True
 
 
@@ -73,7 +73,7 @@ def test_parts_have_parents(agent: AgentProcess, sim: SimProcess) -> None:
         root.wait_for_device("part-0", State="idle", Parent="card")
         root.wait_for_device("card", State="idle")
         root.allocate("r", NPU + ".part", 1, {"confirm": V("b", True)})
-        wait_until(lambda: root.device("card")["BlockedBy"], 10, "the card blocked by its part")
+        wait_until(lambda: root.device("card")["BlockedBy"], what="the card blocked by its part")
 
 
 def test_a_lease_of_virtual_devices(agent: AgentProcess, sim: SimProcess) -> None:
@@ -134,11 +134,11 @@ def test_a_hang_reports_nothing_until_it_ends(agent: AgentProcess, sim: SimProce
         tell(sim.socket, "recover", id="npu-1")
         root.wait_for_device("npu-1", State="idle")
         # the whole provider, for a while
-        tell(sim.socket, "hang", seconds=0.5)
         beginning = time.monotonic()
+        tell(sim.socket, "hang", seconds=2)
         assert tell(sim.socket, "fail", id="npu-1")["reported"] is False
         root.wait_for_device("npu-1", State="faulty")
-        assert time.monotonic() - beginning > 0.3
+        assert time.monotonic() - beginning >= 2
         # and until it is told to go on
         tell(sim.socket, "hang")
         tell(sim.socket, "remove", id="npu-1")
@@ -152,7 +152,7 @@ def test_it_registers_again_with_a_new_agent(agent: AgentProcess, sim: SimProces
     agent.restart()
     with Client(agent.bus) as root:
         root.wait_for_device("npu", State="idle")
-        wait_until(lambda: tell(sim.socket, "list")["reported"], 10, "the list at the new agent")
+        wait_until(lambda: tell(sim.socket, "list")["reported"], what="the list at the new agent")
     agent.kill9()
     agent.start()
     with Client(agent.bus) as root:
@@ -206,7 +206,7 @@ def test_a_session_that_the_agent_has_forgotten_is_begun_anew(agent: AgentProces
         root.wait_for_device("npu-0", State="idle")
         agent.write_config('[agent]\ngroup = "games"\n')
         agent.reload()
-        wait_until(lambda: "npu-0" not in root.devices(), 5, "the end of a provider without a table")
+        wait_until(lambda: "npu-0" not in root.devices(), what="the end of a provider without a table")
         agent.write_config(config())
         agent.reload()
         root.wait_for_device("npu-0", 15, State="idle")

@@ -47,7 +47,7 @@ def store(lasting: SqliteLasting, device: str, cordon: Cordon | None) -> str:
     async def ask() -> str:
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         lasting.store_cordon(device, cordon, answer.set_result)
-        return await asyncio.wait_for(answer, 20)
+        return await asyncio.wait_for(answer, 30)
 
     return asyncio.run(ask())
 
@@ -324,7 +324,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
         async def ask(lasting, thaw):
             answer = asyncio.get_running_loop().create_future()
             lasting.store_cordon("a", samples.cordon("a", "late"), answer.set_result)
-            print("did not answer within" in await asyncio.wait_for(answer, 20))
+            print("did not answer within" in await asyncio.wait_for(answer, 30))
             lasting.note(samples.changes(samples.audit(1)))
             thaw()
             # what was refused for being late is taken back: wait for both writes

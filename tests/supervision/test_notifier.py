@@ -114,7 +114,7 @@ def test_a_full_socket_keeps_nobody_waiting_and_no_state_is_lost(manager: Manage
             notifier.watchdog()
         notifier.reloading()
         notifier.ready()
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 10
         assert notifier.dropped == 100  # the feeds
         received: list[str] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -68,11 +69,10 @@ async def end(task: asyncio.Task[None]) -> None:
 def test_it_is_fed_at_least_twice_per_interval(fed: Fed) -> None:
     async def run() -> None:
         dog, task = running({"engine": time.monotonic})
-        start = time.monotonic()
-        while time.monotonic() - start < 4 * INTERVAL:
-            await asyncio.sleep(0.01)
-            fed.look()
-        assert fed.look() >= 8
+        await wait_until_async(lambda: fed.look() >= 12, what="feeds")
+        # half of the intervals at least; a busy machine may stretch the others
+        gaps = sorted(after - before for before, after in itertools.pairwise(fed.times))
+        assert gaps[len(gaps) // 2] <= INTERVAL / 2
         assert dog.starving == ""
         await end(task)
 
@@ -127,7 +127,8 @@ def test_three_pings_without_an_answer_starve_it(fed: Fed, ping: Callable[[], Aw
 
         async def ask() -> None:
             nonlocal asked
-            asked += 1
+            if not dog.starving:
+                asked += 1
             if not works:
                 await ping()
 

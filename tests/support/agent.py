@@ -129,7 +129,7 @@ class AgentProcess(Program):
         """Tell whether this run of it has said READY=1."""
         return "READY=1" in self.notify.lines("READY=1", self._ready_seen)
 
-    def wait_ready(self, timeout: float = 20) -> None:
+    def wait_ready(self, timeout: float = 30) -> None:
         wait_until(lambda: self.ready() or not self.running(), timeout, "READY=1 from the agent")
         assert self.ready(), f"the agent ended with {self.wait()} before it was ready:\n{self.log}"
 
@@ -149,8 +149,8 @@ class AgentProcess(Program):
         """SIGHUP, and wait until it says READY=1 again (sd_notify(3), RELOADING=1)."""
         before = len(self.notify.messages)
         self.signal(signal.SIGHUP)
-        wait_until(lambda: self.notify.lines("RELOADING=1", before), 10, "RELOADING=1")
-        wait_until(lambda: self.notify.lines("READY=1", before), 10, "READY=1 after the reload")
+        wait_until(lambda: self.notify.lines("RELOADING=1", before), what="RELOADING=1")
+        wait_until(lambda: self.notify.lines("READY=1", before), what="READY=1 after the reload")
 
     def close(self) -> None:
         super().close()
@@ -182,6 +182,6 @@ class SimProcess(Program):
     def start(self) -> SimProcess:
         """Start it and wait for its control socket."""
         self.spawn()
-        wait_until(lambda: self.socket.exists() or not self.running(), 20, "the simulator's socket")
+        wait_until(lambda: self.socket.exists() or not self.running(), what="the simulator's socket")
         assert self.running(), f"the simulator ended:\n{self.log}"
         return self

@@ -106,7 +106,7 @@ class PrivateBus(Program):
             os.close(write_end)
             line = printed.readline().strip()
         assert line, f"the bus did not start: {self.log}"
-        wait_until(self.socket.exists, 5, "the bus's socket")
+        wait_until(self.socket.exists, what="the bus's socket")
 
     def stop(self) -> None:
         """End the bus; every connection is cut."""

@@ -165,7 +165,7 @@ class Client:
         self.unique_name = ""
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
-        wait_until(lambda: self.unique_name or self._process.poll() is not None, 20, "a connection to the bus")
+        wait_until(lambda: self.unique_name or self._process.poll() is not None, what="a connection to the bus")
         assert self.unique_name, "the client could not connect"
 
     def _read(self) -> None:
@@ -272,15 +272,19 @@ class Client:
             if names.DEVICE in interfaces
         }
 
-    def wait_for_device(self, device_id: str, timeout: float = 10, **wanted: Any) -> dict[str, Any]:
-        """Wait until the device exists and its properties have the WANTED values."""
+    def wait_for_device(self, device_id: str, timeout: float = 30, **wanted: Any) -> dict[str, Any]:
+        """Wait until the device exists and its properties have the WANTED values; a tuple is any of them."""
 
         def look() -> dict[str, Any] | None:
             try:
                 found = self.device(device_id)
             except CallError:
                 return None
-            return found if all(found[key] == value for key, value in wanted.items()) else None
+            fits = (
+                found[key] in value if isinstance(value, tuple) else found[key] == value
+                for key, value in wanted.items()
+            )
+            return found if all(fits) else None
 
         return wait_until(look, timeout, f"device {device_id} with {wanted}")
 
@@ -294,7 +298,7 @@ class Client:
             and (not path or one.path == path)
         ]
 
-    def wait_for_signal(self, interface: str, member: str, path: str = "", timeout: float = 10) -> Signal:
+    def wait_for_signal(self, interface: str, member: str, path: str = "", timeout: float = 30) -> Signal:
         """Wait for the first signal that fits, and return it."""
         return wait_until(
             lambda: self.signals(interface, member, path),

@@ -88,16 +88,16 @@ class HoldingProcess:
         """Have the process end by itself."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(30)
 
     def kill(self) -> None:
         """SIGKILL; a child lives on."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(30)
 
     def kill_child(self) -> None:
         os.kill(self.child, 9)
-        wait_until(lambda: not _alive(self.child), 10, "the end of the child")
+        wait_until(lambda: not _alive(self.child), what="the end of the child")
         self.child = -1
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class Journald:
         """End it; its socket goes too."""
         if self.process is not None:
             self.process.terminate()
-            self.process.wait(10)
+            self.process.wait(30)
             self.process = None
             Path("/run/systemd/journal/socket").unlink(missing_ok=True)
 

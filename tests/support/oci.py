@@ -92,7 +92,7 @@ class Container:
 
     def _open(self, name: str) -> None:
         (self._shared / name).touch()
-        wait_until((self._shared / f"{name}.done").exists, 10, "the open in the container")
+        wait_until((self._shared / f"{name}.done").exists, what="the open in the container")
 
     def run(self) -> int:
         """Start another process in it (as docker exec does) that opens the device; return its pid

@@ -112,7 +112,7 @@ class FakePolkit:
             return Message.new_method_return(message, "s", ["maybe"])
         return Message.new_method_return(message, "(bba{ss})", [_RESULTS[answer]])
 
-    def wait_asked(self, count: int = 1, timeout: float = 10) -> Question:
+    def wait_asked(self, count: int = 1, timeout: float = 30) -> Question:
         """Wait until COUNT questions have come, and return the last."""
         return wait_until(lambda: self.asked if len(self.asked) >= count else None, timeout, "a question")[-1]
 
@@ -129,7 +129,7 @@ class FakePolkit:
     def _do(self, what: Callable[[], Any]) -> None:
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (what(), done.set()))
-        assert done.wait(10)
+        assert done.wait(30)
 
     def close(self) -> None:
         self.leave()

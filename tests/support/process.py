@@ -106,12 +106,12 @@ class Program:
         assert self.process is not None
         self.process.send_signal(number)
 
-    def wait(self, timeout: float = 20) -> int:
+    def wait(self, timeout: float = 30) -> int:
         """Wait for the end; return the status as subprocess does (-9 for a kill)."""
         assert self.process is not None
         return self.process.wait(timeout)
 
-    def terminate(self, timeout: float = 20) -> int:
+    def terminate(self, timeout: float = 30) -> int:
         """SIGTERM, wait, return the status."""
         if self.running():
             self.signal(signal.SIGTERM)
@@ -133,6 +133,6 @@ class Program:
                 self.kill9()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def wait_for_log(self, text: str, timeout: float = 10) -> None:
+    def wait_for_log(self, text: str, timeout: float = 30) -> None:
         """Wait until TEXT stands in the log."""
         wait_until(lambda: text in self.log, timeout, f"{text!r} in the log of {self.title}")

@@ -63,7 +63,7 @@ class RawClient:
         self.socket.sendall(data)
         return serial
 
-    def receive(self, serial: int, timeout: float = 20) -> Message:
+    def receive(self, serial: int, timeout: float = 30) -> Message:
         """Read until the answer to SERIAL has come, and return it."""
         end = time.monotonic() + timeout
         while True:

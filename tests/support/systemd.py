@@ -103,7 +103,7 @@ class FakeSystemd:
     def _do(self, what: Callable[[], Any]) -> None:
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (what(), done.set()))
-        assert done.wait(10)
+        assert done.wait(30)
 
     def close(self) -> None:
         self._do(self._bus.disconnect)

@@ -41,7 +41,7 @@ class OnTerminal:
         """Type at it."""
         os.write(self._terminal, text.encode())
 
-    def shows(self, text: str, timeout: float = 20) -> str:
+    def shows(self, text: str, timeout: float = 30) -> str:
         """Wait until it shows TEXT; return all that it has shown."""
         try:
             wait_until(lambda: text in self.read(), timeout, f"{text!r} on the terminal")

@@ -28,4 +28,4 @@ def signals(agent: Program, pid: int) -> list[str]:
 
 def wait_signals(agent: Program, pid: int, wanted: Sequence[str]) -> None:
     """Wait until exactly WANTED is what became of signals to PID: the trail is written a little later."""
-    wait_until(lambda: signals(agent, pid) == list(wanted), 5, f"{wanted} for {pid}")
+    wait_until(lambda: signals(agent, pid) == list(wanted), what=f"{wanted} for {pid}")
