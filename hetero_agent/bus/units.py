@@ -24,6 +24,11 @@ _UNIT = SYSTEMD + ".Unit"
 _SERVICE = SYSTEMD + ".Service"
 #: States in which a run of a unit has not ended.
 _RUNNING = frozenset({"active", "activating", "reloading", "deactivating", "refreshing"})
+#: Sub-states of "activating" in which one run has ended and the next has not begun: for RestartSec=,
+#: which may be hours (systemd, src/basic/unit-def.c).
+_BETWEEN_RUNS = frozenset(
+    {"auto-restart", "auto-restart-queued", "dead-before-auto-restart", "failed-before-auto-restart"}
+)
 _TIMEOUT = 5.0
 #: Seconds until a unit whose state systemd did not tell is looked at again.
 _RETRY = 5.0
@@ -162,9 +167,13 @@ class Units:
             return
 
     async def _look(self, name: str) -> tuple[str, str, str]:
-        """Path, ActiveState and InvocationID (hex) of a loaded unit.  Raises CallFailed."""
+        """Path, ActiveState and InvocationID (hex) of a loaded unit; between two runs, the sub-state
+        instead.  Raises CallFailed."""
         path = str((await self._call(_PATH, _MANAGER, "GetUnit", name))[0])
         state = (await self._call(path, contract.PROPERTIES, "Get", _UNIT, "ActiveState"))[0].value
+        if state == "activating":
+            detail = (await self._call(path, contract.PROPERTIES, "Get", _UNIT, "SubState"))[0].value
+            state = detail if detail in _BETWEEN_RUNS else state
         raw = (await self._call(path, contract.PROPERTIES, "Get", _UNIT, "InvocationID"))[0].value
         invocation = bytes(raw).hex() if isinstance(raw, (bytes, list)) else ""
         return path, str(state), invocation

@@ -124,7 +124,7 @@ def test_a_unit_that_is_not_running(unit_bus: PrivateBus) -> None:
             assert says in caught.value.text
 
 
-@pytest.mark.parametrize("end", ["inactive", "failed", "started anew", "removed"])
+@pytest.mark.parametrize("end", ["inactive", "failed", "waits to restart", "started anew", "removed"])
 def test_the_end_of_a_unit(unit_bus: PrivateBus, end: str) -> None:
     with (
         FakeSystemd(unit_bus) as systemd,
@@ -136,8 +136,8 @@ def test_the_end_of_a_unit(unit_bus: PrivateBus, end: str) -> None:
         lease, _ = root.allocate("r", RESOURCE, 1, options)
         assert root.call(lease, names.LEASE, "GetBinding") == {"unit": UNIT, "invocation": RUN}
         wait_until(lambda: systemd.subscribed == 1, what="the subscription")
-        systemd.set(UNIT, "reloading", RUN)
-        systemd.set(UNIT, "active", RUN)
+        for state in ("reloading", "activating", "active"):
+            systemd.set(UNIT, state, RUN)
         wait_until(
             lambda: service.do(lambda: not service.service.owners.units._tasks), what="the checks to end"
         )
@@ -146,6 +146,9 @@ def test_the_end_of_a_unit(unit_bus: PrivateBus, end: str) -> None:
             systemd.remove(UNIT)
         elif end == "started anew":
             systemd.set(UNIT, "active", NEXT_RUN)
+        elif end == "waits to restart":
+            systemd.sub_states[UNIT] = "auto-restart"
+            systemd.set(UNIT, "activating", RUN)
         else:
             systemd.set(UNIT, end, RUN)
         ended = root.wait_for_signal(names.MANAGER, "LeaseEnded")

@@ -27,11 +27,12 @@ POLICY = f"""
 
 class FakeSystemd:
     """Owns systemd's name on BUS; UNITS maps unit names to (ActiveState, InvocationID in hex),
-    MAIN_PIDS those of services to their main process."""
+    MAIN_PIDS those of services to their main process, SUB_STATES to their SubState."""
 
     def __init__(self, bus: PrivateBus, units: Mapping[str, tuple[str, str]] | None = None) -> None:
         self.units: dict[str, tuple[str, str]] = dict(units or {})
         self.main_pids: dict[str, int] = {}
+        self.sub_states: dict[str, str] = {}
         self.subscribed = 0
         self.mute = False
         self._loop = asyncio.new_event_loop()
@@ -64,6 +65,7 @@ class FakeSystemd:
             values = {
                 "ActiveState": Variant("s", state),
                 "InvocationID": Variant("ay", bytes.fromhex(invocation)),
+                "SubState": Variant("s", self.sub_states.get(name, "running")),
                 "MainPID": Variant("u", self.main_pids.get(name, 0)),
             }
             return Message.new_method_return(message, "v", [values[message.body[1]]])
