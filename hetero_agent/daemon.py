@@ -23,12 +23,13 @@ from hetero_agent import __version__, names
 from hetero_agent import config as configuration
 from hetero_agent.access.choice import choose
 from hetero_agent.access.door import Doer, Door
+from hetero_agent.access.survey import Survey
 from hetero_agent.audit import loghandler
 from hetero_agent.audit.journal import JournalWriter
 from hetero_agent.bus.service import BusService
 from hetero_agent.config import Config, ConfigError
 from hetero_agent.core.effects import Effect
-from hetero_agent.core.events import Happened, Note, Observed
+from hetero_agent.core.events import Event, Happened, Note, Observed
 from hetero_agent.core.governor import KERNEL, Governor
 from hetero_agent.core.model import AuditKind, State
 from hetero_agent.core.settings import Settings
@@ -117,7 +118,7 @@ class Daemon:
         self.engine = Engine(self.governor, self.ledger, self.lasting)
         self.engine.effects_timeout = config.grant.effects_timeout
         self.engine.on_stored = self.audit.wake
-        submit, now = self.engine.submit, self.engine.now
+        submit, now = self._submit, self.engine.now
         self.holders = HolderEdge(submit, now, self._protected, self._main_pid, _contained(config))
         self.health = HealthEdge(config.health, places.runtime, submit, now, self._look)
         self.alerts = Alerts(places.runtime, self.governor.devices)
@@ -126,11 +127,19 @@ class Daemon:
             config.providers, config.limits, submit, now, self.governor.epoch, self._source_of
         )
         self.door = Door(self._doer())
+        self.survey = Survey(
+            self.governor,
+            self.engine.submit,
+            now,
+            open_to_all=lambda: self.kernel.open_to_all,
+            gives=lambda: self.config.access.acl and not self.door.problem,
+        )
         self.bus = BusService(
             config,
             self.engine,
             self.holders.identify,
             self.registry,
+            self.survey,
             loghandler.set_level,
             handler.target,
         )
@@ -140,6 +149,11 @@ class Daemon:
         return choose(
             self.config.access, self.places.runtime, self.places.bus, self.config.grant.effects_timeout
         )
+
+    def _submit(self, event: Event) -> None:
+        """Hand the engine what an edge tells; some of it may be news of who can open nodes."""
+        self.survey.tell(event)
+        self.engine.submit(event)
 
     def _protected(self) -> set[int]:
         """Processes that are never signalled whatever a lease says."""
@@ -216,6 +230,7 @@ class Daemon:
             self.health.listen(self.kernel.symptoms)
         await self._first_look(started + FIRST_LOOK)
         self.alerts.start()
+        self.survey.start()
         await self.bus.request_name()
         self._tell_status()
 
@@ -245,6 +260,7 @@ class Daemon:
             self.engine.submit(Note(self.engine.now(), AuditKind.STOPPED, "stopped; leases stay as they are"))
         if self.places.sources != "none":
             await self.kernel.stop()
+        await self.survey.stop()
         await self.health.stop()
         await self.holders.stop()
         self.registry.close()
@@ -315,6 +331,7 @@ class Daemon:
         found += self.health.problems()
         if self.places.sources != "none":
             found += self.kernel.problems()
+        found += self.survey.problems()
         return found
 
     # -- reload -----------------------------------------------------------------------------------

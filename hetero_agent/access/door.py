@@ -99,7 +99,7 @@ class Door:
         if not mounts and all(self._immediate(node) for record in ordered for node in record.nodes):
             existing, nodes = look()
         else:
-            existing, nodes = await _in_thread(look, "the nodes and mounts of the lease")
+            existing, nodes = await in_thread(look, "the nodes and mounts of the lease")
         groups = await self._group_ids({name for record in ordered for name in record.groups})
         manifest = build(lease, ordered, nodes, groups, existing)
         if self._doer is not None:
@@ -146,7 +146,7 @@ class Door:
         group is in the manifest in any case."""
         unknown = sorted(wanted - self._gids.keys())
         if unknown:
-            looked = await _in_thread(lambda: [_gid(name) for name in unknown], "the names of groups")
+            looked = await in_thread(lambda: [_gid(name) for name in unknown], "the names of groups")
             self._gids.update(zip(unknown, looked, strict=True))
             missing = [name for name, gid in zip(unknown, looked, strict=True) if gid is None]
             if missing:
@@ -252,7 +252,7 @@ def _gid(name: str) -> int | None:
         return None
 
 
-async def _in_thread(work: Callable[[], T], what: str) -> T:
+async def in_thread(work: Callable[[], T], what: str) -> T:
     """Run WORK in a thread of its own: one that hangs is left behind and holds up nothing, not even
     the end of the process."""
     loop = asyncio.get_running_loop()

@@ -34,4 +34,5 @@ MESSAGE_IDS: Final[dict[AuditKind, str]] = {
     AuditKind.CORRELATION: "866e9f7c3abf42d9a9b0616c256585e5",
     AuditKind.APPLICATION_FAULT: "e9ea1b7d4ae340f39562ab6514c542c8",
     AuditKind.ACCESS: "b1cb418d85ef43618340d143107073e8",
+    AuditKind.EXPOSURE: "2d6d777481aa478dbd52939775793d16",
 }

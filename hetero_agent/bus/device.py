@@ -8,23 +8,25 @@ from hetero_agent import names
 from hetero_agent.bus import decode, values
 from hetero_agent.bus.calls import Call, Entry, Result, Table, ask
 from hetero_agent.bus.whomay import HISTORY_ACTORS, Guard
-from hetero_agent.core.effects import Refusal
+from hetero_agent.core.effects import ErrorKind, Refusal
 from hetero_agent.core.events import SetCordon
 from hetero_agent.core.model import Device
-from hetero_agent.core.ports import Engine
+from hetero_agent.core.ports import Engine, Exposure
 
 
 class Devices:
     """Handlers of the Device interface; the dispatcher has made sure that the device exists."""
 
-    def __init__(self, engine: Engine, guard: Guard) -> None:
+    def __init__(self, engine: Engine, guard: Guard, exposure: Exposure) -> None:
         self._engine = engine
         self._guard = guard
+        self._exposure = exposure
 
     def table(self) -> Table:
         """The rows of the dispatcher."""
         return {
             f"{names.DEVICE}.GetNodes": Entry(self._nodes),
+            f"{names.DEVICE}.GetAccess": Entry(self._access),
             f"{names.DEVICE}.GetHistory": Entry(self._history),
             f"{names.DEVICE}.GetHolders": Entry(self._holders, subject=self._device, about=self._about),
             f"{names.DEVICE}.Cordon": Entry(self._cordon, _cordon_arguments, about=self._about),
@@ -40,6 +42,13 @@ class Devices:
     def _nodes(self, call: Call) -> Result:
         nodes = self._device(call).record.nodes
         return ([(one.path, str(one.role), one.kind, one.major, one.minor) for one in nodes],)
+
+    async def _access(self, call: Call) -> Result:
+        try:
+            nodes = await self._exposure.look(self._device(call).id)
+        except ValueError as error:
+            raise Refusal(ErrorKind.TIMEOUT, f"who may open the nodes can't be told: {error}") from error
+        return ([values.access(one) for one in nodes],)
 
     def _history(self, call: Call) -> Result:
         most = min(call.arguments[0], 20)

@@ -38,7 +38,7 @@ from hetero_agent.bus.units import SYSTEMD
 from hetero_agent.bus.whomay import Guard
 from hetero_agent.config import Config
 from hetero_agent.core.effects import ErrorKind
-from hetero_agent.core.ports import Engine
+from hetero_agent.core.ports import Engine, Exposure
 
 log = logging.getLogger("hetero_agent.bus")
 
@@ -75,6 +75,7 @@ class BusService:
         engine: Engine,
         identify: Identify,
         registry: Registry,
+        exposure: Exposure,
         set_log_level: Callable[[str], None],
         log_target: str = "journal",
     ) -> None:
@@ -83,6 +84,7 @@ class BusService:
         self._engine = engine
         self._identify = identify
         self._registry = registry
+        self._exposure = exposure
         self._log_control = LogControl(config.agent.log_level, log_target, set_log_level)
         self._guard = Guard(registry.may_provide)
         self._connection: Connection
@@ -127,7 +129,7 @@ class BusService:
             {
                 **objects.table(),
                 **self._manager.table(),
-                **Devices(engine, self._guard).table(),
+                **Devices(engine, self._guard, self._exposure).table(),
                 **Leases(engine).table(),
                 **Providers(self._registry).table(),
                 **authorizer.table(),

@@ -11,6 +11,7 @@ from hetero_agent.bus.codec import V
 from hetero_agent.bus.decode import OPTIONS
 from hetero_agent.core.containers import container_of
 from hetero_agent.core.model import Attribute, AuditRecord, Binding, Device, Health, Holder, Instant, Lease
+from hetero_agent.core.ports import NodeAccess
 from hetero_agent.text import printable
 
 #: A property holds at most 1 KiB (design section 7): what does not fit is cut.
@@ -36,6 +37,8 @@ _MANIFEST: Mapping[str, str] = {
     "env": "a{ss}",
     "env-filtered": "a{ss}",
     "groups": "au",
+    "limits": "a{st}",
+    "netdevs": "a(ss)",
     "confirm-by": "t",
     "confirm-by-boottime": "t",
 }
@@ -179,6 +182,19 @@ def about_lease(lease: Lease | None) -> dict[str, str]:
     if lease is None:
         return {}
     return {"lease": lease.id, "owner": str(lease.uid), "resource": lease.resource}
+
+
+def access(one: NodeAccess) -> dict[str, V]:
+    """Who may open a node."""
+    return {
+        "path": V("s", one.path),
+        "role": V("s", one.role),
+        "mode": V("u", one.mode),
+        "uid": V("u", one.uid),
+        "gid": V("u", one.gid),
+        "entries": V("a{us}", dict(one.entries)),
+        "remarks": V("a(ss)", [list(remark) for remark in one.remarks]),
+    }
 
 
 def holder(one: Holder, role: str, lease: str, now: Instant) -> dict[str, V]:

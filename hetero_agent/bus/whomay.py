@@ -68,6 +68,7 @@ METHODS: Mapping[str, Rule] = MappingProxyType(
         f"{names.MANAGER}.CanCordon": _EVERYONE,
         f"{names.MANAGER}.CanReap": _EVERYONE,
         f"{names.DEVICE}.GetNodes": _EVERYONE,
+        f"{names.DEVICE}.GetAccess": _EVERYONE,
         f"{names.DEVICE}.GetHistory": _EVERYONE,
         f"{names.DEVICE}.GetHolders": Rule(Who.HOLDER, Action.REAP),
         f"{names.DEVICE}.Cordon": Rule(Who.ROOT, Action.CORDON),

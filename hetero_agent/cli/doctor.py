@@ -188,9 +188,11 @@ def _devices(snapshot: Snapshot) -> list[Finding]:
 
 
 async def _nodes(client: Client, snapshot: Snapshot) -> list[Finding]:
-    """The modes of the nodes that are a device's own."""
-    from hetero_agent.cli.hostchecks import node_mode  # noqa: PLC0415
-    from hetero_agent.client.errors import AgentError  # noqa: PLC0415
+    """The nodes that are a device's own, and who can open them without a lease."""
+    from hetero_agent.cli import hostchecks  # noqa: PLC0415
+    from hetero_agent.cli.complaints import next_step  # noqa: PLC0415
+    from hetero_agent.cli.hostchecks import Finding  # noqa: PLC0415
+    from hetero_agent.client.errors import AgentError, NotFound  # noqa: PLC0415
 
     free = asyncio.Semaphore(_AT_ONCE)
 
@@ -198,10 +200,15 @@ async def _nodes(client: Client, snapshot: Snapshot) -> list[Finding]:
         async with free:
             try:
                 nodes = await client.nodes(device.path)
-            except AgentError:
+                access = await client.access(device.path)
+            except NotFound:
                 return []  # it is gone meanwhile
-        looked = [node_mode(device.id, node.path, node.kind) for node in nodes if node.role == "own"]
-        return [one for one in looked if one is not None]
+            except AgentError as error:
+                return [Finding("wrong", "access", f"{device.id}: {error.text}", next_step(error))]
+        looked = [hostchecks.node(device.id, node.path) for node in nodes if node.role == "own"]
+        remarks = [Finding(level, "access", text) for node in access for level, text in node.remarks]
+        return [*(one for one in looked if one is not None), *remarks]
 
     found = await asyncio.gather(*(look(device) for device in snapshot.devices))
-    return [one for some in found for one in some]
+    # the parts of a card share nodes
+    return list(dict.fromkeys(one for some in found for one in some))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -136,35 +135,15 @@ def pci_accelerators(sysfs: Path = Path("/sys")) -> int:
     return count
 
 
-def node_mode(device: str, path: str, kind: str) -> Finding | None:
-    """Is a device's own node there, for its group and not for everybody?
-
-    Nodes of RDMA are for everybody by rdma-core's own rules; files are a simulator's.
-    """
+def node(device: str, path: str) -> Finding | None:
+    """Is a device's own node there?"""
     try:
-        status = Path(path).stat()
+        Path(path).stat()
     except FileNotFoundError:
         step = "udevadm settle; heteroctl show names the nodes; the driver may have failed"
         return Finding("wrong", "node", f"{path} of {device} does not exist", step)
     except OSError as error:
         return Finding("wrong", "node", f"{path} of {device}: {printable(error.strerror)}")
-    mode = stat.S_IMODE(status.st_mode)
-    if kind == "file" or path.startswith("/dev/infiniband/"):
-        return None
-    if mode & 0o666 == 0o666:
-        return Finding(
-            "wrong",
-            "node",
-            f"{path} of {device} has mode {mode:04o}: everybody can use it without a lease",
-            "look for a stray rule: grep -r 0666 /etc/udev/rules.d /run/udev/rules.d; then udevadm trigger",
-        )
-    if status.st_uid == 0 and status.st_gid == 0 and not mode & 0o066:
-        return Finding(
-            "wrong",
-            "node",
-            f"{path} of {device} is root:root {mode:04o}: only root can use it, lease or not",
-            "a udev rule should give it a group (render, video): is the driver's package complete?",
-        )
     return None
 
 

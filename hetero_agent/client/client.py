@@ -26,6 +26,7 @@ from hetero_agent.client.results import (
     Holder,
     Lease,
     Node,
+    NodeAccess,
     Registration,
     ReportAnswer,
     Snapshot,
@@ -162,6 +163,12 @@ class Client:
         """Return the nodes of a device."""
         (rows,) = await self._device(name, "GetNodes")
         return tuple(Node(*row) for row in rows)
+
+    async def access(self, name: str) -> tuple[NodeAccess, ...]:
+        """Return who may open the nodes of a device now."""
+        (rows,) = await self._device(name, "GetAccess")
+        with _well_formed():
+            return tuple(NodeAccess.of(row) for row in rows)
 
     async def history(self, name: str, most: int = 20) -> list[dict[str, Any]]:
         """Return the last transitions of a device, oldest first, as the agent names them."""

@@ -28,6 +28,7 @@ METHODS: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     (names.MANAGER, "CanCordon"): ("", "s"),
     (names.MANAGER, "CanReap"): ("", "s"),
     (names.DEVICE, "GetNodes"): ("", "a(sssuu)"),
+    (names.DEVICE, "GetAccess"): ("", "aa{sv}"),
     (names.DEVICE, "GetHistory"): ("u", "aa{sv}"),
     (names.DEVICE, "GetHolders"): ("", "aa{sv}"),
     (names.DEVICE, "Cordon"): ("ss", ""),

@@ -201,6 +201,34 @@ class Node:
 
 
 @dataclass(frozen=True)
+class NodeAccess:
+    """Who may open a node: its MODE (the group's bits are the owning group's own rights), owner and
+    group, the ENTRIES of users in its access control list, and what is out of order: pairs of
+    ``wrong`` or ``note`` and the words for it."""
+
+    path: str
+    role: str
+    mode: int
+    uid: int
+    gid: int
+    entries: Mapping[int, str] = field(default_factory=dict)
+    remarks: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, got: Mapping[str, Any]) -> NodeAccess:
+        """Read one entry of GetAccess."""
+        return cls(
+            path=got["path"],
+            role=got["role"],
+            mode=got["mode"],
+            uid=got["uid"],
+            gid=got["gid"],
+            entries=dict(got.get("entries", {})),
+            remarks=tuple((level, text) for level, text in got.get("remarks", ())),
+        )
+
+
+@dataclass(frozen=True)
 class Holder:
     """A process that has a device open or mapped; START is in clock ticks since boot.  ROLE is lease,
     leftover, intruder, outsider or system."""

@@ -102,6 +102,28 @@ class HealthWatch(Protocol):
         """Probe a device (None: no more); answers with HealthJudged, the first time soon."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeAccess:
+    """Who may open a node.  MODE has the owning group's own rights as the group's bits, whatever
+    the mask of an ACL says; ENTRIES are the rights (``rw-``) of each uid with an entry of its own.
+    REMARKS are what is out of order (``wrong``) or worth knowing (``note``), with the words for it."""
+
+    path: str
+    role: str
+    mode: int
+    uid: int
+    gid: int
+    entries: Mapping[int, str]
+    remarks: tuple[tuple[str, str], ...] = ()
+
+
+class Exposure(Protocol):
+    """Who may open the nodes of devices, by the host's own modes and ACLs."""
+
+    async def look(self, device: str) -> Sequence[NodeAccess]:
+        """Look at the nodes of a device now; those that can't be looked at are left out."""
+
+
 class Publisher(Protocol):
     """The bus side of the news effects."""
 

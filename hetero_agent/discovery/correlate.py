@@ -36,15 +36,19 @@ VENDORS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 _ATTRIBUTE_TEXT_MAX = 128
+#: The place that names all ports of a device (rdma.py).
+RDMA_PORTS: Final = "rdma-ports"
 _ZEROS = re.compile(r"[0:.-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Correlated:
-    """What one device's facts amount to: its units, and what an administrator should know."""
+    """What one device's facts amount to: its units, what an administrator should know, and the paths
+    of its nodes that are meant to be everybody's."""
 
     drafts: tuple[Draft, ...] = ()
     problems: tuple[str, ...] = ()
+    open_to_all: frozenset[str] = frozenset()
 
 
 def correlate(facts: DeviceFacts, profile: Profile) -> Correlated:
@@ -74,6 +78,7 @@ def correlate(facts: DeviceFacts, profile: Profile) -> Correlated:
         obstacle=obstacle,
         joining=profile.joining,
         groups=profile.groups,
+        limits=profile.limits,
     )
     values = _values(facts, record)
     record = replace(
@@ -91,8 +96,12 @@ def correlate(facts: DeviceFacts, profile: Profile) -> Correlated:
     )
     units = parts.units_of(facts, profile, whole, nodes)
     if not units:
-        return Correlated((whole,), tuple(nodes.problems))
-    return Correlated((parts.partitioned(whole, units), *units), tuple(nodes.problems))
+        return Correlated((whole,), tuple(nodes.problems), frozenset(nodes.open_to_all))
+    if nodes.open_to_all:
+        # what a driver gives its parts, it gives as it does the whole
+        nodes.open_to_all.update(node.path for unit in units for node in unit.record.nodes)
+    drafts = (parts.partitioned(whole, units), *units)
+    return Correlated(drafts, tuple(nodes.problems), frozenset(nodes.open_to_all))
 
 
 def finish(correlated: Iterable[Correlated]) -> dict[str, DeviceRecord]:
@@ -237,7 +246,8 @@ def _take(facts: DeviceFacts, rule: NodeRule, child: ClassDevice, nodes: Nodes) 
     node = Node(child.node, rule.role, stat.kind, stat.major, stat.minor, mode=stat.mode, gid=stat.gid)
     nodes.found.append(node)
     nodes.by_child[child.path] = node
-    _check_mode(rule, child.node, stat.mode, stat.uid, stat.gid, nodes)
+    if rule.open_to_all:
+        nodes.open_to_all.add(child.node)
 
 
 def _take_path(facts: DeviceFacts, rule: NodeRule, nodes: Nodes) -> None:
@@ -254,22 +264,8 @@ def _take_path(facts: DeviceFacts, rule: NodeRule, nodes: Nodes) -> None:
             )
             return
     nodes.found.append(Node(path, rule.role, stat.kind, stat.major, stat.minor, mode=stat.mode, gid=stat.gid))
-    _check_mode(rule, path, stat.mode, stat.uid, stat.gid, nodes)
-
-
-def _check_mode(rule: NodeRule, path: str, mode: int, uid: int, gid: int, nodes: Nodes) -> None:
-    if rule.role is Role.CONTROL:
-        return
-    if mode & 0o077 == 0 and uid == 0 and gid == 0:
-        nodes.problems.append(
-            f"{path} is root:root {mode & 0o777:04o}: only root can use it;"
-            ' a udev rule with GROUP= and MODE="0660" lets a group in'
-        )
-    elif mode & 0o006 and not rule.open_to_all:
-        nodes.problems.append(
-            f"{path} is open to every user ({mode & 0o777:04o}): anybody can use it without a lease;"
-            " look for a stray udev rule with MODE="
-        )
+    if rule.open_to_all:
+        nodes.open_to_all.add(path)
 
 
 def _obstacle(facts: DeviceFacts, profile: Profile, nodes: Nodes) -> Obstacle:
@@ -328,15 +324,15 @@ def _attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attribute]:
         found["boot-vga"] = raw["boot_vga"] == "1"
     if identity.device and profile.integrated_devices:
         found["integrated"] = identity.device in profile.integrated_devices
-    return found | _profile_attributes(facts, profile) | _kfd_attributes(facts)
+    return found | _rdma_attributes(facts) | _profile_attributes(facts, profile) | _kfd_attributes(facts)
 
 
 def _profile_attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attribute]:
     found: dict[str, Attribute] = {}
     for key, rule in profile.attributes.items():
         if rule.name_of:
-            child = next((one for one in facts.children if one.subsystem == rule.name_of), None)
-            text = child.name if child else ""
+            found_names = [one.name for one in facts.children if one.subsystem == rule.name_of]
+            text = ",".join(found_names if rule.all else found_names[:1])
         else:
             text = facts.extra.get(key, "")
         if rule.number:
@@ -345,6 +341,16 @@ def _profile_attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attri
                 found[key] = number
         elif text:
             found[key] = printable(text, _ATTRIBUTE_TEXT_MAX)
+    return found
+
+
+def _rdma_attributes(facts: DeviceFacts) -> dict[str, Attribute]:
+    """What the ports are like; which there are, RDMA_PORTS, is for templates only: it may be long."""
+    found: dict[str, Attribute] = {
+        key: printable(text, _ATTRIBUTE_TEXT_MAX) for key, text in facts.ports.items() if key != RDMA_PORTS
+    }
+    if (number := _number(facts.ports.get("ports"))) is not None:
+        found["ports"] = number
     return found
 
 
@@ -384,6 +390,7 @@ def _values(facts: DeviceFacts, record: DeviceRecord) -> dict[str, Attribute]:
         "name": facts.identity.name,
         "serial": record.serial,
         "uuid": _uuid(facts),
+        RDMA_PORTS: facts.ports.get(RDMA_PORTS, ""),
         "node": own[0].path if own else "",
     }
 

@@ -30,4 +30,5 @@ class Nodes:
     found: list[Node] = field(default_factory=list)
     by_child: dict[str, Node] = field(default_factory=dict)
     missing: bool = False
+    open_to_all: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)

@@ -131,6 +131,11 @@ class KernelSource:
         """What the profiles in force say of health, by the profile's name."""
         return {profile.name: profile.symptoms for profile in self._profiles.profiles}
 
+    @property
+    def open_to_all(self) -> frozenset[str]:
+        """The paths of the nodes that are everybody's, as the profiles in force mean it."""
+        return frozenset().union(*(one.open_to_all for one in self._correlated.values()))
+
     def look(self, path: str) -> None:
         """Read the device at PATH again: somebody saw it change without an event."""
         if path in self._facts:

@@ -88,6 +88,7 @@ def test_signatures_of_the_design() -> None:
         "Manager.CanCordon": ("", "s"),
         "Manager.CanReap": ("", "s"),
         "Device.GetNodes": ("", "a(sssuu)"),
+        "Device.GetAccess": ("", "aa{sv}"),
         "Device.GetHistory": ("u", "aa{sv}"),
         "Device.GetHolders": ("", "aa{sv}"),
         "Device.Cordon": ("ss", ""),

@@ -16,6 +16,7 @@ from hetero_agent.core.effects import Changes, Restored, Terminate
 from hetero_agent.core.events import DeviceScan, Event, Observed, Scanned
 from hetero_agent.core.governor import Governor
 from hetero_agent.core.model import Binding, Cordon, DeviceRecord, Holder, Node
+from hetero_agent.core.ports import NodeAccess
 from hetero_agent.core.settings import Settings
 from hetero_agent.engine import Engine, instant
 from hetero_agent.holders.process import identify
@@ -58,6 +59,11 @@ class _Lasting:
 class _Health:
     def watch(self, device: str, record: DeviceRecord | None, repaired: bool) -> None:
         return None
+
+
+class _Exposure:
+    async def look(self, device: str) -> list[NodeAccess]:
+        return [NodeAccess("/dev/null", "own", 0o640, 0, 44, {1000: "rw-"}, (("wrong", "user 1000"),))]
 
 
 class _Access:
@@ -142,7 +148,7 @@ class Service:
             "e1",
             self._source,
         )
-        self.service = BusService(self.config, self.engine, identify, registry, self.levels.append)
+        self.service = BusService(self.config, self.engine, identify, registry, _Exposure(), self.levels.append)
         await self.service.connect(self.bus.address)
         self.engine.attach(
             access=_Access(),
