@@ -61,8 +61,8 @@ def machine(layers: list[Path]) -> Iterator[Machine]:
 def hardware(machine: Machine) -> Accelerators:
     """The machine's hardware, still without accelerators."""
     found = Accelerators(machine)
-    # the service's own view of /sys is from before
-    machine.run("systemctl", "restart", UNIT)
+    # the services' own views of /sys are from before
+    machine.shell(f"systemctl stop hetero-agent-access.service; systemctl restart {UNIT}")
     return found
 
 

@@ -1,0 +1,180 @@
+"""The privileged helper under a real systemd: ACLs and CDI files of leases, made by it and taken back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+
+import posix1e
+import pytest
+
+from hetero_agent import names
+from tests.support.process import PYTHON
+from tests.system.accelerators import RESOURCE, Accelerators
+from tests.system.agent import UNIT, Agent
+from tests.system.machine import Machine
+
+HELPER = "hetero-agent-access.service"
+SOCKET = "hetero-agent-access.socket"
+
+#: nobody: neither root nor the agent, and in no group but that of the callers.
+USER = 65534
+
+
+@pytest.fixture(scope="module")
+def group(machine: Machine) -> int:
+    """The group that may lease devices."""
+    return int(machine.run("getent", "group", "hetero").stdout.split(":")[2])
+
+
+@pytest.fixture
+def helped(agent: Agent, machine: Machine) -> Iterator[Agent]:
+    """The agent, and a helper that sees the machine as it is now; afterwards nothing is left of it."""
+    machine.run("systemctl", "stop", HELPER)
+    yield agent
+    machine.shell(f"rm -rf /run/systemd/system/{HELPER}.d; systemctl daemon-reload; systemctl start {SOCKET}")
+    for lease in agent.leases():
+        agent.release(lease)
+    machine.wait(lambda: not records(machine), 10, "an end of all that was made")
+    assert specifications(machine) == []
+
+
+def entries(machine: Machine, node: str) -> set[int]:
+    """The uids with an entry of their own in the ACL of NODE that lets them read and write."""
+    text = posix1e.ACL(file=str(machine.path(node))).to_any_text(
+        separator=b",", options=posix1e.TEXT_NUMERIC_IDS
+    )
+    return {int(uid) for uid in re.findall(r"(?:user|u):(\d+):rw", text.decode())}
+
+
+def specifications(machine: Machine) -> list[str]:
+    """The files in the directory of CDI specifications."""
+    return sorted(path.name for path in machine.path(names.CDI_DIR).iterdir())
+
+
+def records(machine: Machine) -> set[str]:
+    """The leases of which the helper has a record."""
+    found = {path.name for path in machine.path(names.ACCESS_DIR).iterdir()}
+    return {name for name in found if names.LEASE_ID.fullmatch(name)}
+
+
+def ident(lease: str) -> str:
+    """The id in the path of a lease."""
+    return lease.rpartition("/l")[2]
+
+
+def opened(machine: Machine, node: str, uid: int = USER) -> bool:
+    """Whether a process of UID without any group can open NODE."""
+    program = f"import os; os.open({node!r}, os.O_RDWR | os.O_NOCTTY)"
+    return machine.run(PYTHON, "-ISc", program, uid=uid, check=False).returncode == 0
+
+
+def test_a_lease_opens_its_node_and_no_other_and_its_end_closes_it(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    first, second = hardware.plug(2)
+    helped.wait_states({first.id: "idle", second.id: "idle"})
+    assert not opened(machine, first.node)
+    lease = helped.allocate(RESOURCE, uid=USER, groups=[group], devices=[first.id])
+    assert entries(machine, first.node) == {USER}
+    assert opened(machine, first.node)
+    assert not opened(machine, second.node)
+    # nobody else got anything: the group's bits of an ACL are its mask
+    assert not opened(machine, first.node, uid=65533)
+    (name,) = specifications(machine)
+    path = machine.path(f"{names.CDI_DIR}/{name}")
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert path.stat().st_uid == 0
+    spec = json.loads(path.read_text())
+    assert [one["name"] for one in spec["devices"]] == [ident(lease)]
+    assert [node["path"] for node in spec["devices"][0]["containerEdits"]["deviceNodes"]] == [first.node]
+    helped.release(lease, uid=USER, groups=[group])
+    helped.wait_states({first.id: "idle", second.id: "idle"})
+    assert entries(machine, first.node) == set()
+    assert not opened(machine, first.node)
+    assert specifications(machine) == []
+    assert records(machine) == set()
+    assert machine.path(first.node).stat().st_mode & 0o777 == 0o660
+
+
+def test_it_runs_only_while_it_is_needed_and_with_one_capability(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    settings_of_helper(machine, "ExecStart=", f"ExecStart={PYTHON} -I -m hetero_agent.access_helper --idle 0.5")
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    lease = helped.allocate(RESOURCE, uid=USER, groups=[group])
+    pid = int(helped.unit("MainPID", HELPER))
+    status = dict(
+        line.split(":\t", 1) for line in machine.read(f"/proc/{pid}/status").splitlines() if ":\t" in line
+    )
+    assert status["Uid"].split() == ["0"] * 4
+    for name in ("CapEff", "CapPrm", "CapBnd"):
+        # linux/capability.h: CAP_FOWNER
+        assert int(status[name], 16) == 1 << 3, name
+    assert status["NoNewPrivs"] == "1"
+    machine.wait(lambda: helped.unit("ActiveState", HELPER) == "inactive", 10, "the end of an idle helper")
+    assert helped.unit("Result", HELPER) == "success"
+    # what it made stays, and it is there again when it is needed
+    assert entries(machine, one.node) == {USER}
+    helped.release(lease, uid=USER, groups=[group])
+    helped.wait_states({one.id: "idle"})
+    assert entries(machine, one.node) == set()
+
+
+def test_nobody_else_reaches_it(helped: Agent, machine: Machine) -> None:
+    found = machine.run("stat", "--format=%U:%G %a", names.ACCESS_DIR, names.ACCESS_SOCKET).stdout
+    assert found == "root:root 755\nroot:hetero-agent 660\n"
+    ask = "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)"
+    ask += f".connect({names.ACCESS_SOCKET!r})"
+    done = machine.run(PYTHON, "-ISc", ask, uid=USER, check=False)
+    assert "PermissionError" in done.stderr
+
+
+def test_agents_end_and_start_change_nothing_that_leases_have(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    lease = helped.allocate(RESOURCE, uid=USER, groups=[group])
+    made = specifications(machine)
+    pid = helped.pid
+    helped.systemctl("kill", "--signal=KILL", UNIT)
+    machine.wait(lambda: helped.restarted_since(pid), 20, "a new agent")
+    assert list(helped.leases()) == [lease]
+    assert entries(machine, one.node) == {USER}
+    assert specifications(machine) == made
+    # what somebody took away meanwhile is made again at the start
+    helped.systemctl("stop", UNIT)
+    machine.path(f"{names.CDI_DIR}/{made[0]}").unlink()
+    os.removexattr(machine.path(one.node), "system.posix_acl_access")
+    helped.systemctl("start", UNIT)
+    machine.wait(lambda: entries(machine, one.node) == {USER}, 10, "the entry made again")
+    machine.wait(lambda: specifications(machine) == made, 10, "the specification made again")
+    helped.release(lease)
+    helped.wait_states({one.id: "idle"})
+
+
+def test_what_was_left_of_leases_that_are_no_more_is_swept_at_the_start(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    helped.allocate(RESOURCE, uid=USER, groups=[group])
+    assert entries(machine, one.node) == {USER}
+    # the ledger is lost, and with it all knowledge of the lease
+    helped.systemctl("stop", UNIT)
+    for path in machine.path(names.RUNTIME_DIR).glob("ledger.sqlite*"):
+        path.unlink()
+    helped.systemctl("start", UNIT)
+    helped.wait_states({one.id: "idle"})
+    machine.wait(lambda: entries(machine, one.node) == set(), 10, "no entry of the lost lease")
+    assert specifications(machine) == []
+    assert records(machine) == set()
+
+
+def settings_of_helper(machine: Machine, *lines: str) -> None:
+    machine.write(f"/run/systemd/system/{HELPER}.d/lab.conf", "\n".join(("[Service]", *lines, "")))
+    machine.run("systemctl", "daemon-reload")
