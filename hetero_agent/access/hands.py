@@ -56,14 +56,16 @@ class Hands:
         if made.directory:
             try:
                 cdi.remove(Path(made.directory), lease)
-            except (AccessError, OSError) as error:
-                problems.append(printable(error))
+            except NotADirectoryError:
+                pass
+            except OSError as error:
+                problems.append(_says(error))
         for node in made.nodes:
             if not self._shared(node, made.uid, lease):
                 try:
                     acl.take(node, made.uid)
-                except (AccessError, OSError) as error:
-                    problems.append(printable(error))
+                except AccessError as error:
+                    problems.append(str(error))
         if problems:
             raise AccessError("; ".join(problems[:3]))
         try:
@@ -121,4 +123,8 @@ class Hands:
 
 
 def _failed(lease: str, error: OSError) -> AccessError:
-    return AccessError(f"the host can't be changed for lease {lease}: {printable(error)}")
+    return AccessError(f"the host can't be changed for lease {lease}: {_says(error)}")
+
+
+def _says(error: OSError) -> str:
+    return f"{printable(error.filename or 'it')}: {error.strerror}"
