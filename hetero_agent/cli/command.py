@@ -9,7 +9,7 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NoReturn
 
 from hetero_agent.cli import exitcodes
@@ -29,7 +29,7 @@ FORWARDED: Final = (
 )
 
 #: Of these, what ends heteroctl while there is no command yet.
-_ENDING: Final = FORWARDED[:6]
+ENDING: Final = FORWARDED[:6]
 
 #: si_code of a signal that the kernel itself sent, such as the terminal's (siginfo.h).
 _SI_KERNEL: Final = 0x80
@@ -134,20 +134,11 @@ class Relay:
         aborted: Callable[[int], None],
     ) -> None:
         self._command = command
-        self._post = post
         self._ended = ended
         self._aborted = aborted
-        threading.Thread(target=self._wait, name="signals", daemon=True).start()
+        listen({*command.taken, signal.SIGCHLD}, post, self._take)
 
-    def _wait(self) -> None:
-        while True:
-            info = signal.sigwaitinfo({*self._command.taken, signal.SIGCHLD})
-            try:
-                self._post(self._take, info.si_signo, info.si_code)
-            except RuntimeError:  # the loop is closed: the command has ended
-                return
-
-    def _take(self, number: int, origin: int) -> None:
+    def _take(self, number: int, by_terminal: bool) -> None:
         command = self._command
         if number == signal.SIGCHLD:
             if command.look() is not None:
@@ -155,12 +146,27 @@ class Relay:
             if command.status is not None:
                 self._ended()
         elif not command.started:
-            if number in _ENDING:
+            if number in ENDING:
                 self._aborted(number)
             elif number == signal.SIGTSTP:
                 os.kill(os.getpid(), signal.SIGSTOP)
-        elif origin != _SI_KERNEL or not command.in_our_group():
+        elif not by_terminal or not command.in_our_group():
             command.send(number)
+
+
+def listen(numbers: Collection[int], post: Callable[..., object], take: Callable[[int, bool], None]) -> None:
+    """Have TAKE called with each of the signals NUMBERS, which must be blocked, and whether the
+    terminal sent it.  POST hands a function to the event loop."""
+
+    def wait() -> None:
+        while True:
+            info = signal.sigwaitinfo(numbers)
+            try:
+                post(take, info.si_signo, info.si_code == _SI_KERNEL)
+            except RuntimeError:  # the loop is closed: all is over
+                return
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 def _receive(gate: int) -> dict[bytes, bytes] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any, Final
@@ -14,13 +15,17 @@ if TYPE_CHECKING:
 #: The kinds of nodes that are devices; others are the files of virtual ones.
 _DEVICES: Final = ("char", "block")
 
+#: Paths that DeviceAllow= takes as they are: below /dev, without quotes, blanks and specifiers.
+_PLAIN_NODE: Final = re.compile(r"/dev(/[A-Za-z0-9._:+@-]+)+")
+
 _LINE: Final = 100
 
 
-def shell(manifest: Manifest) -> list[str]:
+def shell(manifest: Manifest, *, filtered: bool = False) -> list[str]:
     """Return lines for ``.`` in sh, or for systemd's EnvironmentFile=, which takes the assignments
-    and passes over lines without a ``=`` (systemd, src/basic/env-file.c)."""
-    variables = manifest.variables()
+    and passes over lines without a ``=`` (systemd, src/basic/env-file.c).  FILTERED: for where only
+    the lease's devices can be seen."""
+    variables = manifest.variables(filtered=filtered)
     return [
         f"unset -v {' '.join(_strangers(variables))}",
         *(f"{name}={shlex.quote(printable(value, 4096))}" for name, value in sorted(variables.items())),
@@ -42,6 +47,7 @@ def podman(manifest: Manifest) -> list[str]:
     found += [_bind(path, path, "rw") for path, kind in nodes.items() if kind not in _DEVICES]
     found += [_bind(*mount) for mount in manifest.mounts]
     found += [f"--group-add={group}" for group in manifest.groups]
+    found += [f"--ulimit={name}={_limit(value, '-1')}" for name, value in sorted(manifest.limits.items())]
     found += [f"--env={name}={value}" for name, value in sorted(manifest.variables(filtered=True).items())]
     return [printable(one, 8192) for one in found]
 
@@ -49,19 +55,37 @@ def podman(manifest: Manifest) -> list[str]:
 def systemd(manifest: Manifest) -> list[str]:
     """Return the lines of a drop-in for a service (systemd.exec(5), systemd.resource-control(5))."""
     variables = manifest.variables(filtered=True)
-    devices = sorted({path for _, path, _, kind, _, _ in manifest.nodes if kind in _DEVICES})
     lines = [
         f"# Lease {manifest.lease} of {manifest.resource}: made by heteroctl manifest --format systemd",
         "[Service]",
         "DevicePolicy=closed",
-        # systemd takes no other paths, and specifiers are not expanded in them
-        *(f"DeviceAllow={path} rw" for path in devices if path.startswith("/dev/")),
+        *(f"DeviceAllow={device} rw" for device in allowed_devices(manifest)),
     ]
     if manifest.groups:
         lines.append(f"SupplementaryGroups={' '.join(map(str, manifest.groups))}")
+    limits = sorted(manifest.limits.items())
+    lines += [f"Limit{name.upper()}={_limit(value, 'infinity')}" for name, value in limits]
     lines += [f"Environment={_quoted(f'{name}={value}')}" for name, value in sorted(variables.items())]
     lines += _wrapped("UnsetEnvironment=", _strangers(variables))
     return [printable(line, 8192) for line in lines]
+
+
+def allowed_devices(manifest: Manifest) -> list[str]:
+    """Return what DeviceAllow= of systemd is to name: each node of the lease by its path, or, if systemd
+    takes no such path (it is not below /dev, or of odd characters), by its number, which needs no file
+    (src/core/cgroup.c, cgroup_device_permissions and bpf_devices_allow_list_device of systemd 252)."""
+    return sorted(
+        {
+            path if _PLAIN_NODE.fullmatch(path) and ".." not in path else f"/dev/{kind}/{major}:{minor}"
+            for _, path, _, kind, major, minor in manifest.nodes
+            if kind in _DEVICES
+        }
+    )
+
+
+def strangers(manifest: Manifest) -> list[str]:
+    """Return the variables by which an inherited environment would choose other devices."""
+    return _strangers(manifest.variables())
 
 
 def _strangers(variables: dict[str, str]) -> list[str]:
@@ -69,6 +93,13 @@ def _strangers(variables: dict[str, str]) -> list[str]:
     from hetero_agent.client.manifest import DEVICE_VARIABLES  # noqa: PLC0415
 
     return sorted(DEVICE_VARIABLES - variables.keys())
+
+
+def _limit(value: int, unlimited: str) -> str:
+    """A resource limit: UNLIMITED is how the reader of the form calls one that is none."""
+    from hetero_agent.client.manifest import UNLIMITED  # noqa: PLC0415
+
+    return unlimited if value == UNLIMITED else str(value)
 
 
 def _bind(host: str, container: str, options: str) -> str:

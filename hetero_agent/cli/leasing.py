@@ -46,6 +46,7 @@ def register(verbs: Verbs) -> None:
     parser = verbs.add("confirm", "take a lease into use, bind it, or renew it", confirm)
     parser.add_argument("lease", metavar="LEASE")
     binding_options(parser)
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
 
     parser = verbs.add("manifest", "print what a lease gives, in the form that its user reads", manifest)
     parser.add_argument("lease", metavar="LEASE")
@@ -123,6 +124,8 @@ async def confirm(client: Client, args: argparse.Namespace, out: Printer) -> int
     """Take a lease into use."""
     path = await client.lease_path(args.lease)
     await client.confirm(path, **binding_of(args))
+    if args.quiet:
+        return exitcodes.OK
     lease = await client.lease(path)
     if out.as_json:
         out.document(lease)

@@ -11,8 +11,10 @@ from typing import Any
 
 from hetero_agent.cli import (
     admin,
+    attach,
     doctor,
     exitcodes,
+    hold,
     holders,
     leasing,
     listing,
@@ -48,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     # without prog, argparse would format a usage text for it, which costs startup
     parsers = parser.add_subparsers(metavar="VERB", title="verbs (default: list)", prog="heteroctl")
     verbs = Verbs(parsers, common)
-    for module in (listing, holders, run, leasing, watching, admin, doctor, ocihook, simverbs):
+    for module in (listing, holders, run, leasing, attach, hold, watching, admin, doctor, ocihook, simverbs):
         module.register(verbs)
     return parser
 

@@ -85,9 +85,9 @@ def common_options() -> argparse.ArgumentParser:
     return parser
 
 
-def request_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which devices are wanted."""
-    parser.add_argument("-r", "--resource", required=True, help="resource name, such as nvidia.com/gpu")
+def request_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Add what says which devices are wanted; the resource may be left out unless REQUIRED."""
+    parser.add_argument("-r", "--resource", required=required, help="resource name, such as nvidia.com/gpu")
     parser.add_argument("-n", "--count", type=positive, default=1, metavar="N", help="devices (default: 1)")
     parser.add_argument("--policy", choices=POLICIES, help="how to choose among the free devices")
     parser.add_argument(
