@@ -13,7 +13,7 @@ from pathlib import Path
 from hetero_agent.access import acl, cdi
 from hetero_agent.access.grant import Grant, GrantedNode
 from hetero_agent.access.manifest import AccessError
-from hetero_agent.access.record import Made, Records
+from hetero_agent.access.record import Made, Records, place
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.access")
@@ -61,7 +61,7 @@ class Hands:
             except OSError as error:
                 problems.append(_says(error))
         for node in made.nodes:
-            if not self._shared(node, made.uid, lease):
+            if not self._records.has_another(lease, node, made.uid):
                 try:
                     acl.take(node, made.uid)
                 except AccessError as error:
@@ -89,37 +89,34 @@ class Hands:
         if before is not None and before.uid != grant.uid:
             self.revoke(grant.lease)
             before = None
+        # what was made under other settings is still to be undone
+        directory = before.directory if before is not None else ""
+        if self._specifications is not None and directory != str(self._specifications):
+            if directory:
+                cdi.remove(Path(directory), grant.lease)
+            directory = str(self._specifications)
         nodes = self._nodes(grant, before)
-        directory = str(self._specifications) if self._specifications is not None else ""
         if not nodes and not directory:
             return
         self._records.write(grant.lease, Made(grant.uid, directory, nodes))
         if self._specifications is not None:
             cdi.write(self._specifications, grant, self._hook)
-        for node in nodes:
-            acl.give(node, grant.uid)
+        if self._entries:
+            for node in nodes:
+                acl.give(node, grant.uid)
 
     def _nodes(self, grant: Grant, before: Made | None) -> tuple[GrantedNode, ...]:
         """The nodes on which the entry of GRANT's uid is ours, or will be: an entry that was there
         before us, and is no other lease's, is not ours to take away."""
-        if not self._entries or grant.uid == 0:
-            return ()
-        had = {node.path for node in before.nodes} if before is not None else set()
-        # each once: a lease's devices share their control nodes
-        once = {node.path: node for node in grant.nodes}.values()
-        return tuple(
-            node
-            for node in once
-            if node.path in had or self._shared(node, grant.uid, grant.lease) or acl.needs(node, grant.uid)
-        )
-
-    def _shared(self, node: GrantedNode, uid: int, lease: str) -> bool:
-        """Whether another lease of UID has its entry on NODE from us."""
-        return any(
-            made.uid == uid and any(one.path == node.path for one in made.nodes)
-            for other, made in self._records.items().items()
-            if other != lease
-        )
+        ours = {place(node): node for node in before.nodes} if before is not None else {}
+        if self._entries and grant.uid != 0:
+            for node in grant.nodes:
+                # each once: a lease's devices share their control nodes
+                if place(node) not in ours and (
+                    self._records.has_another(grant.lease, node, grant.uid) or acl.needs(node, grant.uid)
+                ):
+                    ours[place(node)] = node
+        return tuple(ours.values())
 
 
 def _failed(lease: str, error: OSError) -> AccessError:

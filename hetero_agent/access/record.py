@@ -10,7 +10,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,17 @@ log = logging.getLogger("hetero_agent.access")
 VERSION: Final = 1
 
 _NEW: Final = ".new"
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_MODE: Final = 0o600
+
+
+#: What tells a node from others: path, kind, numbers; the same one in another path has its own ACL.
+Place = tuple[str, str, int, int]
+
+
+def place(node: GrantedNode) -> Place:
+    """Return what tells NODE from others, whichever device or role it is granted for."""
+    return node.path, node.kind, node.major, node.minor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +54,8 @@ class Records:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._known: dict[str, Made] | None = None
-
-    def __getitem__(self, lease: str) -> Made:
-        return self._all()[lease]
-
-    def __contains__(self, lease: str) -> bool:
-        return lease in self._all()
+        #: How many leases of a uid have a node.
+        self._users: Counter[tuple[Place, int]] = Counter()
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._all()))
@@ -56,9 +64,11 @@ class Records:
         """The record of LEASE, if there is one."""
         return self._all().get(lease)
 
-    def items(self) -> Mapping[str, Made]:
-        """All records by lease."""
-        return self._all()
+    def has_another(self, lease: str, node: GrantedNode, uid: int) -> bool:
+        """Whether another lease than LEASE has an entry of UID's on NODE."""
+        made = self._all().get(lease)
+        mine = made is not None and made.uid == uid and place(node) in map(place, made.nodes)
+        return self._users[place(node), uid] > mine
 
     def write(self, lease: str, made: Made) -> None:
         """Have MADE stand in the record of LEASE.  Raises OSError; the record is as before then."""
@@ -66,22 +76,45 @@ class Records:
         if known.get(lease) == made:
             return
         text = json.dumps({"version": VERSION, "uid": made.uid, "cdi": made.directory, "nodes": made.nodes})
-        self._directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        new = self._directory / (lease + _NEW)
+        path = os.path.join(self._directory, lease)  # noqa: PTH118 (each grant waits for this)
+        new = path + _NEW
         # no fsync: this is a tmpfs, and what is lost with the boot is lost with what it is about
-        new.write_text(text, encoding="utf-8")
-        new.replace(self._directory / lease)
-        known[lease] = made
+        try:
+            file = os.open(new, _WRITE, _MODE)
+        except FileNotFoundError:
+            self._directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            file = os.open(new, _WRITE, _MODE)
+        with open(file, "wb") as content:  # noqa: PTH123
+            content.write(text.encode())
+        os.replace(new, path)  # noqa: PTH105
+        self._forget(lease)
+        self._learn(lease, made)
 
     def remove(self, lease: str) -> None:
         """Forget LEASE.  Raises OSError."""
         (self._directory / lease).unlink(missing_ok=True)
-        self._all().pop(lease, None)
+        self._forget(lease)
 
     def _all(self) -> dict[str, Made]:
         if self._known is None:
-            self._known = dict(self._read())
+            self._known = {}
+            for lease, made in self._read():
+                self._learn(lease, made)
         return self._known
+
+    def _learn(self, lease: str, made: Made) -> None:
+        self._all()[lease] = made
+        self._users.update((place(node), made.uid) for node in made.nodes)
+
+    def _forget(self, lease: str) -> None:
+        made = self._all().pop(lease, None)
+        if made is None:
+            return
+        for node in made.nodes:
+            key = (place(node), made.uid)
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
 
     def _read(self) -> Iterator[tuple[str, Made]]:
         try:
