@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from hetero_agent import names
 from hetero_agent.core.model import DeviceRecord, Joining, Lease, Node
 
 VERSION: Final = 1
@@ -56,6 +57,8 @@ def build(
         "env": environment(lease.id, records),
         "env-filtered": filtered(records),
         "groups": sorted({*group_ids, *_node_groups(node for found in nodes.values() for node in found)}),
+        "limits": limits(records),
+        "netdevs": [[record.id, name] for record in records for name in interfaces(record)],
         "confirm-by": confirm_by,
         "confirm-by-boottime": confirm_by_boottime,
     }
@@ -74,6 +77,22 @@ def environment(lease_id: str, records: Sequence[DeviceRecord]) -> dict[str, str
     env[DEVICES_VARIABLE] = ",".join(record.id for record in records)
     env[COUNT_VARIABLE] = str(len(records))
     return env
+
+
+def limits(records: Sequence[DeviceRecord]) -> dict[str, int]:
+    """Return the resource limits that the lease's user needs, by setrlimit(2)'s names: the highest
+    of the devices' each."""
+    found: dict[str, int] = {}
+    for record in records:
+        for name, value in record.limits.items():
+            found[name] = max(value, found.get(name, 0))
+    return dict(sorted(found.items()))
+
+
+def interfaces(record: DeviceRecord) -> list[str]:
+    """Return the names of a device's network interfaces: its attribute `net`, commas between them."""
+    listed = str(record.attributes.get("net", "")).split(",")
+    return [name for name in listed if names.INTERFACE.fullmatch(name)]
 
 
 def filtered(records: Sequence[DeviceRecord]) -> dict[str, str]:

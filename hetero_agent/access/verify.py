@@ -37,9 +37,10 @@ _MEMORY: Final = 1
 
 _KEYS: Final = {
     "version", "lease", "resource", "devices", "nodes", "mounts", "env", "env-filtered", "groups",
-    "confirm-by", "confirm-by-boottime",
+    "limits", "netdevs", "confirm-by", "confirm-by-boottime",
 }  # fmt: skip
 _OURS: Final = frozenset({LEASE_VARIABLE, DEVICES_VARIABLE, COUNT_VARIABLE})
+_LIMIT: Final = re.compile(r"[a-z]{1,16}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _WILD: Final = re.compile(r"\{[a-z0-9-]+\}|\*")
 
@@ -97,6 +98,18 @@ def check(grant: Grant, rules: Rules) -> Grant:
         _number(group, 2**32 - 2, "group")
         if group not in groups:
             _refuse(f"group {group}", "is none that a profile names or that may open a node of the grant")
+    limits = manifest["limits"]
+    if not isinstance(limits, dict):
+        _refuse("limits", "are none")
+    for key, value in limits.items():
+        _text(key, _LIMIT, "limit")
+        _number(value, 2**64 - 1, f"limit {key}")
+    for row in _listed(manifest["netdevs"], _ROWS_MAX, "netdevs"):
+        if not isinstance(row, list) or len(row) != 2:
+            _refuse("netdevs", "has a row that is none")
+        # whether it may be moved is looked at when it is to be (netdev.py)
+        _text(row[0], names.DEVICE_ID, "device of a network interface")
+        _text(row[1], names.INTERFACE, "network interface")
     return Grant(grant.lease, grant.uid, {**manifest, "nodes": nodes})
 
 

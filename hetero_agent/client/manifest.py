@@ -37,6 +37,9 @@ DEVICE_VARIABLES: Final = frozenset(
         "ZE_ENABLE_PCI_ID_DEVICE_ORDER",
     }
 )
+#: A resource limit that is none.
+UNLIMITED: Final = 2**64 - 1
+
 _FAMILIES = re.compile(
     r"ASCEND_(.*_)?VISIBLE_DEVICES|ASCEND_VNPU_SPECS|HABANA_VISIBLE_.+|HETERO_(LEASE|DEVICE|RESOURCE).*"
 )
@@ -53,7 +56,8 @@ class Manifest:
 
     NODES are (device, path, role, kind, major, minor); MOUNTS (host, container, options);
     ENV_FILTERED are the variables of ENV that have other values where a device filter hides all
-    devices but the lease's.  CONFIRM_BY_BOOTTIME is microseconds of CLOCK_BOOTTIME, 0 once
+    devices but the lease's.  LIMITS are resource limits that its user needs, by setrlimit(2)'s names,
+    `UNLIMITED` for none.  CONFIRM_BY_BOOTTIME is microseconds of CLOCK_BOOTTIME, 0 once
     confirmed.  RAW is the whole of it.
     """
 
@@ -65,6 +69,7 @@ class Manifest:
     env: Mapping[str, str]
     env_filtered: Mapping[str, str]
     groups: tuple[int, ...]
+    limits: Mapping[str, int]
     confirm_by_boottime: int
     raw: Mapping[str, Any]
 
@@ -80,6 +85,7 @@ class Manifest:
             env=dict(raw.get("env", {})),
             env_filtered=dict(raw.get("env-filtered", {})),
             groups=tuple(raw.get("groups", ())),
+            limits=dict(raw.get("limits", {})),
             confirm_by_boottime=raw.get("confirm-by-boottime", 0),
             raw=raw,
         )

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 #: A resource limit that is none (RLIM_INFINITY of setrlimit(2)).
 UNLIMITED = 2**64 - 1
 
+#: A resource limit that is none (RLIM_INFINITY of setrlimit(2)).
+UNLIMITED = 2**64 - 1
+
 #: What an attribute of a device may be: text, a non-negative integer, or a truth value.
 Attribute = str | int | bool
 
@@ -188,11 +191,11 @@ class DeviceRecord:
 
     ID is the place.  PARENT is the id of the card that this unit is a part or share of ("" for
     a whole card).  SOURCE is ``kernel`` or the provider's name.  OBSTACLE says why there is
-    nothing to grant.  ENV, MOUNTS, OPTIONAL_MOUNTS, GROUPS and LIMITS (setrlimit(2)'s names, lower
-    case, in its units) are what the profile adds to the manifest: ENV maps a variable to the value that stands for this device (values of several
-    devices of a lease are joined by commas, and as JOINING says of the variable).  Mounts are
-    (host, container, options), and `*` in a host's name stands for any characters; the optional
-    ones are left out where they don't exist.
+    nothing to grant.  ENV, MOUNTS, OPTIONAL_MOUNTS, GROUPS and LIMITS (setrlimit(2)'s, by name) are
+    what the profile adds to the manifest: ENV maps a variable to the value that stands for this device
+    (values of several devices of a lease are joined by commas, and as JOINING says of the variable).
+    Mounts are (host, container, options), and `*` in a host's name stands for any characters; the
+    optional ones are left out where they don't exist.
     """
 
     id: str
@@ -218,6 +221,7 @@ class DeviceRecord:
     mounts: tuple[tuple[str, str, str], ...] = ()
     optional_mounts: tuple[tuple[str, str, str], ...] = ()
     groups: tuple[str, ...] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
 
     @property

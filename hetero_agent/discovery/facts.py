@@ -61,8 +61,8 @@ class DeviceFacts:
     PART_CHILDREN are class devices on other (platform) devices that the KFD topology puts on
     this card.  NODES is what stat(2) says, by path; missing nodes are missing.  MAJORS is
     /proc/devices by name, read only if the profile asks for it.  TOLD is what the sources named in
-    the profile's ``facts`` say, by the names that they give.  ASLEEP says that only what
-    doesn't wake the device was read.
+    the profile's ``facts`` say, by the names that they give, PORTS what its RDMA ports are like
+    (rdma.py).  ASLEEP says that only what doesn't wake the device was read.
     """
 
     path: str
@@ -76,6 +76,7 @@ class DeviceFacts:
     nodes: Mapping[str, NodeStat] = field(default_factory=dict)
     majors: Mapping[str, frozenset[int]] = field(default_factory=dict)
     told: Mapping[str, str] = field(default_factory=dict)
+    ports: Mapping[str, str] = field(default_factory=dict)
     kfd: tuple[KfdNode, ...] = ()
     mig: tuple[MigInstance, ...] = ()
     udev: Mapping[str, str] = field(default_factory=dict)
@@ -90,5 +91,6 @@ class DeviceFacts:
             self,
             attributes={**earlier.attributes, **self.attributes},
             extra={**earlier.extra, **self.extra},
+            ports=earlier.ports,
             serial=self.serial or earlier.serial,
         )

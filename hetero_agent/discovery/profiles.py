@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero_agent import names
-from hetero_agent.core.model import Joining, Role
+from hetero_agent.core.model import UNLIMITED, Joining, Role
 from hetero_agent.core.symptoms import Symptoms
 from hetero_agent.discovery import symptoms
 from hetero_agent.discovery.tables import ProfileError, Table, read_toml
@@ -33,6 +33,7 @@ FACTS: Final[Mapping[str, tuple[str, ...]]] = {
     "nvidia-mig": ("gpu-instance", "compute-instance"),
     "ascend": ("davinci-id",),
     "kfd": ("kfd-index", "kfd-gpu-id", "gfx-target"),
+    "rdma": ("rdma-ports", "ports", "port-state", "link-layer", "port-rate"),
 }
 #: Attributes that every record may have, whatever its profile.
 COMMON_ATTRIBUTES: Final = (
@@ -40,6 +41,8 @@ COMMON_ATTRIBUTES: Final = (
     "link-width", "max-link-speed", "max-link-width", "numa-node", "part", "parts", "pcie-root",
     "physical-function", "power-state", "runtime-status", "slot", "sriov-total", "subsystem-id", "vendor-id",
 )  # fmt: skip
+#: What ``[limits]`` may name (setrlimit(2)).
+LIMITS: Final = ("memlock",)
 #: What a template may name beside attributes.
 PLACES: Final = ("id", "index", "name", "node", "pci", "serial", "uuid")
 
@@ -97,11 +100,12 @@ class NodeRule:
 @dataclass(frozen=True, slots=True)
 class AttributeRule:
     """``[attributes]``: a file of the device's directory (READ, less MINUS), or the kernel name
-    of its first class device of subsystem NAME_OF."""
+    of its first class device of subsystem NAME_OF, or of ALL, with commas between them."""
 
     read: str = ""
     minus: str = ""
     name_of: str = ""
+    all: bool = False
     number: bool = False
 
 
@@ -162,6 +166,7 @@ class Profile:
     env: Mapping[str, str] = field(default_factory=dict)
     joining: Mapping[str, Joining] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     parts: Parts | None = None
     shared: Shared | None = None
@@ -355,6 +360,7 @@ def parse(content: str, file_name: str, where: str = "") -> Profile | None:
         env=env,
         joining=joining,
         groups=root.texts("groups", _GROUP, "names of groups"),
+        limits=_limits(root.table("limits")),
         mounts=tuple(_mount(table, known) for table in root.tables("mounts")),
         parts=_parts(root, facts, known),
         shared=_shared(root, resource),
@@ -424,6 +430,7 @@ def _attributes(table: Table) -> dict[str, AttributeRule]:
             read=entry.text("read", "", _RELATIVE, "a path below the device's directory"),
             minus=entry.text("minus", "", _RELATIVE, "a path below the device's directory"),
             name_of=entry.text("name-of", "", _KERNEL_NAME, "a kernel subsystem, as in infiniband"),
+            all=entry.flag("all", False) is True,
             number=entry.flag("number", False) is True,
         )
         entry.done()
@@ -431,6 +438,8 @@ def _attributes(table: Table) -> dict[str, AttributeRule]:
             raise ProfileError(f"{entry.where} has either read or name-of")
         if rule.minus and not (rule.read and rule.number):
             raise ProfileError(f"{entry.where} minus: needs read and number = true")
+        if rule.all and not rule.name_of:
+            raise ProfileError(f"{entry.where} all: needs name-of")
         rules[name] = rule
     return rules
 
@@ -470,6 +479,17 @@ def _env(table: Table, known: frozenset[str]) -> tuple[dict[str, str], dict[str,
         _check_places(value, known, f"{table.where} {name}")
         variables[name] = value
     return variables, joining
+
+
+def _limits(table: Table) -> dict[str, int]:
+    form = re.compile(r"unlimited|[1-9][0-9]{0,17}")
+    found = {}
+    for name in LIMITS:
+        value = table.text(name, "", form, '"unlimited", or a number of bytes as text')
+        if value:
+            found[name] = UNLIMITED if value == "unlimited" else int(value)
+    table.done()
+    return found
 
 
 def _mount(table: Table, known: frozenset[str]) -> Mount:

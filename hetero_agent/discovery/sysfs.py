@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import pyudev
 
 from hetero_agent.core import address
-from hetero_agent.discovery import reader, vendors
+from hetero_agent.discovery import rdma, reader, vendors
 from hetero_agent.discovery.facts import ClassDevice, DeviceFacts, KfdNode
 from hetero_agent.discovery.profiles import Identity, Profile, ProfileSet, fill
 
@@ -197,8 +197,10 @@ def _read_facts(
     attributes = _texts(path, _ASLEEP)
     asleep = attributes.get("power/runtime_status") == "suspended"
     extra: dict[str, str] = {}
+    ports: dict[str, str] = {}
     serial = ""
     if not asleep:
+        ports = rdma.ports(path) if "rdma" in profile.facts else {}
         attributes |= _texts(path, _AWAKE)
         serial = _read_pattern(path, profile.serial) or "" if profile.serial else ""
         for name, rule in profile.attributes.items():
@@ -227,6 +229,7 @@ def _read_facts(
         nodes={name: found for name in wanted if (found := reader.node(name))},
         majors=_majors() if any(rule.major_of for rule in profile.nodes) else {},
         told=told,
+        ports=ports,
         kfd=kfd,
         mig=mig,
         udev=_udev(children[0].path if identity.subsystem != "pci" and children else path),

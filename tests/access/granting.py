@@ -38,6 +38,8 @@ def grant(*paths: Path, lease: str = LEASE, uid: int = UID, **more: Any) -> Gran
         "env": {"HETERO_LEASE_ID": lease, "HETERO_DEVICES": "npu-0", "HETERO_DEVICE_COUNT": "1"},
         "env-filtered": {},
         "groups": [],
+        "limits": {},
+        "netdevs": [],
         "confirm-by": 0,
         "confirm-by-boottime": 0,
     }

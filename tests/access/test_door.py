@@ -78,6 +78,8 @@ def test_the_whole_manifest(tmp_path: Path) -> None:
             env={"NPU_VISIBLE": str(index), "NPU_ORDER": "PCI"},
             mounts=((str(tmp_path), "/opt/npu", "ro"),),
             groups=("games",),
+            limits={"memlock": 2 ** (19 + index)},
+            attributes={"net": "eth7,eth8"} if name == "b" else {"net": "../eth9"},
         )
         for index, name in enumerate(("a", "b"))
     ]
@@ -108,6 +110,8 @@ def test_the_whole_manifest(tmp_path: Path) -> None:
         },
         "env-filtered": {},
         "groups": sorted(groups),
+        "limits": {"memlock": 2**20},
+        "netdevs": [["b", "eth7"], ["b", "eth8"]],
         "confirm-by": 1_700_000_030_000_000,
         "confirm-by-boottime": 35_000_000,
     }

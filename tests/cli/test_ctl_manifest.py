@@ -47,6 +47,7 @@ def awkward() -> Manifest:
             "env": {"PLAIN": "0,1", "HARD": "a 'b' \"c\" 5%n #d;", "EMPTY": ""},
             "env-filtered": {"PLAIN": "0"},
             "groups": [44, 104],
+            "limits": {"memlock": 2**64 - 1, "nofile": 4096},
         }
     )
 
@@ -131,6 +132,8 @@ def test_the_drop_in_word_for_word() -> None:
         "DevicePolicy=closed",
         "DeviceAllow=/dev/null rw",
         "SupplementaryGroups=44 104",
+        "LimitMEMLOCK=infinity",
+        "LimitNOFILE=4096",
         'Environment="EMPTY="',
         'Environment="HARD=a \'b\' \\"c\\" 5%%n #d;"',
         'Environment="HETERO_DEVICES=a:0,b"',
@@ -153,6 +156,8 @@ def test_podmans_arguments() -> None:
         "--mount=type=bind,src=/opt/c:d,dst=/opt/e,ro",
         "--group-add=44",
         "--group-add=104",
+        "--ulimit=memlock=-1",
+        "--ulimit=nofile=4096",
     ]
     # podman reads a mount as a record of CSV
     [fields] = csv.reader([arguments[2].removeprefix("--mount=")])

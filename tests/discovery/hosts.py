@@ -165,7 +165,15 @@ def rdma(mock: Bed) -> None:
         path = mock.pci(address, "15b3:1021", "020700", "mlx5_core")
         ib = mock.child(path, "infiniband", name)
         mock.file(f"{ib}/node_guid", f"b83f:d203:00aa:000{number}\n")
-        mock.file(f"{ib}/ports/1/state", "4: ACTIVE\n")
+        for port in range(1, 2 + number):
+            mock.file(f"{ib}/ports/{port}/state", "1: DOWN\n" if port == 2 else "4: ACTIVE\n")
+            mock.file(f"{ib}/ports/{port}/link_layer", "InfiniBand\n")
+            rate = "10 Gb/sec (4X SDR)" if port == 2 else "400 Gb/sec (4X NDR)"
+            mock.file(f"{ib}/ports/{port}/rate", f"{rate}\n")
+        for port in range(1 + number):
+            link = mock.child(path, "net", f"ibs{number}p{port}")
+            mock.file(f"{link}/operstate", "up\n")
+            mock.file(f"{link}/speed", "400000\n")
         verbs, mad = f"uverbs{number}", f"umad{number}"
         mock.child(path, "infiniband_verbs", verbs, f"infiniband/{verbs}", f"231:{192 + number}")
         mock.child(path, "infiniband_mad", mad, f"infiniband/{mad}", f"231:{number}")

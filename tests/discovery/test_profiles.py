@@ -122,8 +122,14 @@ def test_variables_and_mounts_say_more_in_tables() -> None:
         (
             'drivers = ["npu"]',
             'facts = ["npu"]',
-            "[device] facts: expected nvidia-proc or nvidia-mig or ascend or kfd, got npu",
+            "[device] facts: expected nvidia-proc or nvidia-mig or ascend or kfd or rdma, got npu",
         ),
+        (
+            '["render"]',
+            '["render"]\n[limits]\nmemlock = "much"',
+            '[limits] memlock: expected "unlimited", or a',
+        ),
+        ('["render"]', '["render"]\n[limits]\ncore = "1"', "[limits] has no key core; the keys are memlock"),
         ('role = "own"', 'role = "mine"', "[[nodes]] number 1 role: expected own, parent or control, got mine"),
         ('role = "own"', 'role = "control"', '[[nodes]] needs at least one with role = "own"'),
         (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_agent.core.model import Node, Obstacle, Role
+from hetero_agent.core.model import UNLIMITED, Node, Obstacle, Role
 from hetero_agent.discovery import reader
 from tests.discovery.observe import enumerate_once
 from tests.support.umock import WITHOUT_SYS_ADMIN, Bed, bed, in_umockdev
@@ -218,6 +218,8 @@ def test_roce_and_infiniband_adapters() -> None:
             mock.file(f"{ib}/fw_ver", "22.36.1010\n")
             mock.file(f"{ib}/ports/1/state", "4: ACTIVE\n")
             mock.file(f"{ib}/ports/1/link_layer", f"{layer}\n")
+        mock.file(f"{hca}/infiniband/mlx5_1/ports/2/state", "1: DOWN\n")
+        mock.file(f"{hca}/infiniband/mlx5_1/ports/2/link_layer", "InfiniBand\n")
         mock.child(roce, "net", "ens1f0np0")
         # Ethernet without RDMA is none of ours; an InfiniBand card without driver is
         mock.pci("0000:61:00.0", "8086:1572", "020000", "i40e")
@@ -235,7 +237,17 @@ def test_roce_and_infiniband_adapters() -> None:
     assert record.env == {"UCX_NET_DEVICES": "mlx5_0:1", "NCCL_IB_HCA": "mlx5_0:1"}
     wanted = {"firmware": "22.36.1010", "port-state": "4: ACTIVE", "link-layer": "Ethernet", "net": "ens1f0np0"}
     assert {key: record.attributes[key] for key in wanted} == wanted
-    assert records["0000:5e:00.0"].attributes["link-layer"] == "InfiniBand"
+    assert "port-1-state" not in record.attributes
+    assert (record.attributes["ports"], record.limits) == (1, {"memlock": UNLIMITED})
+    both = records["0000:5e:00.0"]
+    assert both.env == {"UCX_NET_DEVICES": "mlx5_1:1,mlx5_1:2", "NCCL_IB_HCA": "mlx5_1:1,mlx5_1:2"}
+    wanted = {
+        "ports": 2,
+        "port-state": "4: ACTIVE, 1: DOWN",
+        "port-2-state": "1: DOWN",
+        "link-layer": "InfiniBand",
+    }
+    assert {key: both.attributes[key] for key in wanted} == wanted
     assert "mlx5_0" not in record.aliases
     assert records["0000:62:00.0"].obstacle is Obstacle.NO_DRIVER
 
