@@ -13,13 +13,16 @@ from hetero_agent.access.grantfile import DIRECTORY
 from hetero_agent.access.remote import Remote
 from hetero_agent.config import AccessTable
 
+#: What the helper may take of the time for a grant: there is some left to say that it was too slow.
+_HELPERS_SHARE = 0.8
+
 
 def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer | None:
     """Return who does it by the configuration's TABLE for the agent whose runtime directory is
     RUNTIME, and which is on the bus at the address BUS.
 
     ``auto`` is the system's helper for the system's agent, and where its socket is missing this
-    process, if it is root.  None if nobody does.  DEADLINE is the seconds that the helper may take.
+    process, if it is root.  None if nobody does.  DEADLINE is the seconds that all of a grant may take.
     """
     path = Path(names.ACCESS_SOCKET if table.helper == "auto" else table.helper)
     if table.helper == "auto":
@@ -27,7 +30,7 @@ def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer
     else:
         remote = table.helper != "none"
     if remote:
-        return Remote(path, runtime / DIRECTORY, deadline)
+        return Remote(path, runtime / DIRECTORY, deadline * _HELPERS_SHARE)
     if is_system(runtime) and os.geteuid() != 0:
         return None
     return _direct(table, runtime, bus)

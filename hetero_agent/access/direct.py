@@ -21,6 +21,10 @@ class Direct:
         """See `Hands.prepare`."""
         self._hands.prepare(grant)
 
+    async def renew(self, grant: Grant) -> None:
+        """See `Hands.prepare`."""
+        self._hands.prepare(grant)
+
     async def revoke(self, lease: str) -> None:
         """See `Hands.revoke`."""
         self._hands.revoke(lease)

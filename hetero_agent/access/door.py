@@ -46,7 +46,10 @@ class Doer(Protocol):
         """What an administrator should know, "" if all is well."""
 
     async def prepare(self, grant: Grant) -> None:
-        """Make what is missing of GRANT.  Raises AccessError."""
+        """Make what GRANT gives.  Raises AccessError."""
+
+    async def renew(self, grant: Grant) -> None:
+        """Make what is missing of GRANT, after all that is more urgent.  Raises AccessError."""
 
     async def revoke(self, lease: str) -> None:
         """Undo what was made for LEASE.  Raises AccessError."""
@@ -103,13 +106,19 @@ class Door:
         groups = await self._group_ids({name for record in ordered for name in record.groups})
         manifest = build(lease, ordered, nodes, groups, existing)
         if self._doer is not None:
-            await self._doer.prepare(Grant(lease.id, lease.uid, manifest))
+            try:
+                await self._doer.prepare(Grant(lease.id, lease.uid, manifest))
+            except AccessError:
+                # half of it may be there, and whoever makes it may not know that it is not wanted
+                with contextlib.suppress(AccessError):
+                    await self._doer.revoke(lease.id)
+                raise
         return manifest
 
     async def renew(self, lease: Lease) -> None:
         """Make again what is missing of what `prepare` made for LEASE.  Raises AccessError."""
         if self._doer is not None:
-            await self._doer.prepare(Grant(lease.id, lease.uid, lease.manifest))
+            await self._doer.renew(Grant(lease.id, lease.uid, lease.manifest))
 
     async def revoke(self, lease: str) -> None:
         """Undo what `prepare` made for LEASE, whole or half.  Raises AccessError: it is to be tried

@@ -26,6 +26,7 @@ _NEW: Final = ".new"
 # The group is the agent's own, and its helper is in it: no capability is needed to read.
 _DIRECTORY_MODE: Final = 0o750
 _FILE_MODE: Final = 0o640
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class GrantFiles:
@@ -39,14 +40,17 @@ class GrantFiles:
         text = json.dumps(
             {"version": VERSION, "lease": grant.lease, "uid": grant.uid, "manifest": dict(grant.manifest)}
         )
-        if not self._directory.is_dir():
+        path = os.path.join(self._directory, grant.lease)  # noqa: PTH118 (each grant waits for this)
+        try:
+            file = os.open(path + _NEW, _WRITE, _FILE_MODE)
+        except FileNotFoundError:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._directory.chmod(_DIRECTORY_MODE)
-        new = self._directory / (grant.lease + _NEW)
-        with new.open("w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), _FILE_MODE)
-            file.write(text)
-        new.replace(self._directory / grant.lease)
+            file = os.open(path + _NEW, _WRITE, _FILE_MODE)
+        with open(file, "wb") as content:  # noqa: PTH123
+            os.fchmod(file, _FILE_MODE)  # whatever our umask
+            content.write(text.encode())
+        os.replace(path + _NEW, path)  # noqa: PTH105
 
     def remove(self, lease: str) -> None:
         """Remove the file of LEASE, if it is there.  Raises OSError."""

@@ -8,6 +8,7 @@ that a late answer is never taken for the next request's.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 from collections.abc import Collection
@@ -24,7 +25,8 @@ VERSION: Final = 1
 REQUEST_MAX: Final = 256
 ANSWER_MAX: Final = 4096
 
-_REMEDY: Final = "systemctl enable --now hetero-agent-access.socket"
+_START: Final = "systemctl enable --now hetero-agent-access.socket"
+_RESTART: Final = "systemctl restart hetero-agent-access.socket"
 
 
 class Remote:
@@ -39,18 +41,21 @@ class Remote:
         self._files = GrantFiles(grants)
         self.deadline = deadline
         self._connection: socket.socket | None = None
+        self._closed = False
+        self._unreachable = ""
         self._turn = asyncio.Lock()
+        self._renewals = asyncio.Lock()
 
     @property
     def problem(self) -> str:
         """What an administrator should know, "" if all is well."""
-        if self._path.exists():
-            return ""
-        return f"no access helper ({self._path}), so leases give no ACLs and no CDI files: {_REMEDY}"
+        if not self._path.exists():
+            return f"no access helper ({self._path}), so leases give no ACLs and no CDI files: {_START}"
+        return self._unreachable
 
     async def prepare(self, grant: Grant) -> None:
-        """Have the helper make what GRANT gives.  Raises AccessError, with the request undone or to
-        be undone by `revoke`."""
+        """Have the helper make what GRANT gives.  Raises AccessError; `revoke` undoes what may be
+        there then."""
         if not self._path.exists():
             return
         try:
@@ -59,11 +64,20 @@ class Remote:
             raise AccessError(f"the grant can't be written down: {printable(error)}") from error
         await self._ask("prepare", grant.lease)
 
+    async def renew(self, grant: Grant) -> None:
+        """Have the helper make what is missing of GRANT.  After a start all leases are renewed: only
+        one of them at a time is in the way of others' requests.  Raises AccessError."""
+        async with self._renewals:
+            await self.prepare(grant)
+
     async def revoke(self, lease: str) -> None:
         """Have the helper undo LEASE, if it was ever told of it.  Raises AccessError."""
         if self._files.exists(lease):
             await self._ask("revoke", lease)
-            self._files.remove(lease)
+            try:
+                self._files.remove(lease)
+            except OSError as error:
+                raise AccessError(f"the grant file can't be removed: {printable(error)}") from error
 
     async def sweep(self, live: Collection[str]) -> None:
         """Have the helper undo all that is not of a lease in LIVE.  Raises AccessError."""
@@ -75,7 +89,12 @@ class Remote:
             await self._ask("sweep")
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, after the request that is being answered."""
+        self._closed = True
+        if not self._turn.locked():
+            self._disconnect()
+
+    def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -87,9 +106,12 @@ class Remote:
             async with asyncio.timeout(self.deadline), self._turn:
                 answer = await self._exchange(data)
         except TimeoutError as error:
-            raise AccessError(f"the access helper does not answer within {self.deadline:g} s") from error
+            self._unreachable = f"the access helper does not answer within {self.deadline:g} s: {_RESTART}"
+            raise AccessError(self._unreachable) from error
         except OSError as error:
-            raise AccessError(f"the access helper can't be reached: {printable(error.strerror)}") from error
+            self._unreachable = f"the access helper can't be reached ({error.strerror}): {_RESTART}"
+            raise AccessError(self._unreachable) from error
+        self._unreachable = ""
         try:
             result = json.loads(answer)
             if result["ok"] is True:
@@ -102,15 +124,18 @@ class Remote:
     async def _exchange(self, data: bytes) -> bytes:
         """Send DATA and return the answer; once more from the start if the helper ended meanwhile,
         as it does when it has been idle."""
+        answered = False
         try:
             try:
-                return await self._once(data)
+                answer = await self._once(data)
             except ConnectionError:
-                self.close()
-                return await self._once(data)
-        except BaseException:
-            self.close()
-            raise
+                self._disconnect()
+                answer = await self._once(data)
+            answered = True
+            return answer
+        finally:
+            if self._closed or not answered:
+                self._disconnect()
 
     async def _once(self, data: bytes) -> bytes:
         loop = asyncio.get_running_loop()
@@ -122,5 +147,5 @@ class Remote:
         await loop.sock_sendall(self._connection, data)
         answer = await loop.sock_recv(self._connection, ANSWER_MAX)
         if not answer:
-            raise ConnectionResetError(104, "the access helper ended")
+            raise ConnectionResetError(errno.ECONNRESET, "it ended")
         return answer
