@@ -39,8 +39,6 @@ _MANIFEST: Mapping[str, str] = {
     "groups": "au",
     "limits": "a{st}",
     "netdevs": "a(ss)",
-    "limits": "a{st}",
-    "netdevs": "a(ss)",
     "confirm-by": "t",
     "confirm-by-boottime": "t",
 }

@@ -48,7 +48,6 @@ def podman(manifest: Manifest) -> list[str]:
     found += [_bind(*mount) for mount in manifest.mounts]
     found += [f"--group-add={group}" for group in manifest.groups]
     found += [f"--ulimit={name}={_limit(value, '-1')}" for name, value in sorted(manifest.limits.items())]
-    found += [f"--ulimit={name}={_limit(value, '-1')}" for name, value in sorted(manifest.limits.items())]
     found += [f"--env={name}={value}" for name, value in sorted(manifest.variables(filtered=True).items())]
     return [printable(one, 8192) for one in found]
 
@@ -64,8 +63,6 @@ def systemd(manifest: Manifest) -> list[str]:
     ]
     if manifest.groups:
         lines.append(f"SupplementaryGroups={' '.join(map(str, manifest.groups))}")
-    limits = sorted(manifest.limits.items())
-    lines += [f"Limit{name.upper()}={_limit(value, 'infinity')}" for name, value in limits]
     limits = sorted(manifest.limits.items())
     lines += [f"Limit{name.upper()}={_limit(value, 'infinity')}" for name, value in limits]
     lines += [f"Environment={_quoted(f'{name}={value}')}" for name, value in sorted(variables.items())]
@@ -96,13 +93,6 @@ def _strangers(variables: dict[str, str]) -> list[str]:
     from hetero_agent.client.manifest import DEVICE_VARIABLES  # noqa: PLC0415
 
     return sorted(DEVICE_VARIABLES - variables.keys())
-
-
-def _limit(value: int, unlimited: str) -> str:
-    """A resource limit: UNLIMITED is how the reader of the form calls one that is none."""
-    from hetero_agent.client.manifest import UNLIMITED  # noqa: PLC0415
-
-    return unlimited if value == UNLIMITED else str(value)
 
 
 def _limit(value: int, unlimited: str) -> str:

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 #: A resource limit that is none (RLIM_INFINITY of setrlimit(2)).
 UNLIMITED = 2**64 - 1
 
-#: A resource limit that is none (RLIM_INFINITY of setrlimit(2)).
-UNLIMITED = 2**64 - 1
-
 #: What an attribute of a device may be: text, a non-negative integer, or a truth value.
 Attribute = str | int | bool
 
@@ -221,7 +218,6 @@ class DeviceRecord:
     mounts: tuple[tuple[str, str, str], ...] = ()
     optional_mounts: tuple[tuple[str, str, str], ...] = ()
     groups: tuple[str, ...] = ()
-    limits: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
 
     @property

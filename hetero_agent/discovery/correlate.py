@@ -38,8 +38,6 @@ VENDORS: Final[Mapping[str, str]] = {
 _ATTRIBUTE_TEXT_MAX = 128
 #: The place that names all ports of a device (rdma.py).
 RDMA_PORTS: Final = "rdma-ports"
-#: The place that names all ports of a device (rdma.py).
-RDMA_PORTS: Final = "rdma-ports"
 _ZEROS = re.compile(r"[0:.-]*")
 
 
@@ -343,16 +341,6 @@ def _profile_attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attri
                 found[key] = number
         elif text:
             found[key] = printable(text, _ATTRIBUTE_TEXT_MAX)
-    return found
-
-
-def _rdma_attributes(facts: DeviceFacts) -> dict[str, Attribute]:
-    """What the ports are like; which there are, RDMA_PORTS, is for templates only: it may be long."""
-    found: dict[str, Attribute] = {
-        key: printable(text, _ATTRIBUTE_TEXT_MAX) for key, text in facts.ports.items() if key != RDMA_PORTS
-    }
-    if (number := _number(facts.ports.get("ports"))) is not None:
-        found["ports"] = number
     return found
 
 
