@@ -6,25 +6,28 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-_claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+_claims: list[socket.socket] = []
 
 
-def _spare() -> Path:
-    """Claim one for this process, so that runs at the same time don't meet on it.
+def spare() -> Path:
+    """Claim another one for this process, so that runs at the same time don't meet on it.
 
     High numbers: logins and X servers begin at 1.  The claim is an abstract socket, which goes
     with the process and leaves no file.
     """
     for number in range(60, 40, -1):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            _claim.bind(f"\0hetero-agent-tests-tty{number}")
+            claim.bind(f"\0hetero-agent-tests-tty{number}")
         except OSError:
+            claim.close()
             continue
+        _claims.append(claim)
         return Path(f"/dev/tty{number}")
     raise RuntimeError("every spare console is claimed by another run")
 
 
-CONSOLE = _spare()
+CONSOLE = spare()
 DEVICE_ID = f"tty-{CONSOLE.name}"
 RESOURCE = "example.com/console"
 
