@@ -105,15 +105,18 @@ class Helper:
         except (AccessError, OSError) as error:
             log.error("refused or failed: %s", printable(error, 512))
             return json.dumps({"ok": False, "error": printable(error, 512)}).encode()
+        except Exception:
+            log.exception("a request failed")
+            return b'{"ok": false, "error": "the access helper failed; its log says how"}'
         return b'{"ok": true}'
 
     def _do(self, request: bytes) -> None:
         what, lease = _parse(request)
-        self._configure()
         grants = self._places.runtime / grantfile.DIRECTORY
+        if what == "prepare" or self._read is None:
+            self._configure()
         if what == "prepare":
-            grant = verify.check(grantfile.read(grants, lease, self._owners), self._rules)
-            self._hands.prepare(grant)
+            self._hands.prepare(verify.check(grantfile.read(grants, lease, self._owners), self._rules))
         elif what == "revoke":
             self._hands.revoke(lease)
         else:
@@ -127,8 +130,7 @@ class Helper:
     def _configure(self) -> None:
         """Go by root's files as they are now.  Raises AccessError for a bad configuration."""
         places = self._places
-        files = [places.config, places.profiles, *sorted(places.profiles.glob("*.toml"))]
-        seen = [(path, _version(path)) for path in files]
+        seen = [_version(places.config), *_versions(places.profiles)]
         if seen == self._read:
             return
         try:
@@ -148,11 +150,14 @@ class Helper:
 def rules_of(known: profiles.ProfileSet, settings: config.Config) -> verify.Rules:
     """Return what grants may name by the profiles KNOWN and the SETTINGS."""
     paths = [
-        verify.PathRule(rule.path, rule.major_of) for one in known.profiles for rule in one.nodes if rule.path
+        verify.PathRule(verify.pattern(rule.path), rule.major_of)
+        for one in known.profiles
+        for rule in one.nodes
+        if rule.path
     ]
     if any("nvidia-mig" in one.facts for one in known.profiles):
         # discovery/parts.py
-        paths.append(verify.PathRule("/dev/nvidia-caps/nvidia-cap*", ("nvidia-caps",)))
+        paths.append(verify.PathRule(verify.pattern("/dev/nvidia-caps/nvidia-cap*"), ("nvidia-caps",)))
     variables = {name for one in known.profiles for name in one.env}
     variables |= {name for one in known.profiles if one.parts for name in one.parts.env}
     providers = settings.providers.values()
@@ -162,7 +167,13 @@ def rules_of(known: profiles.ProfileSet, settings: config.Config) -> verify.Rule
         subsystems=frozenset(one for provider in providers for one in provider.subsystems),
         directories=tuple(os.path.normpath(one.directory) for one in providers if one.directory),
         mounts=tuple(
-            (one.host, one.container, one.options) for profile in known.profiles for one in profile.mounts
+            verify.MountRule(
+                verify.pattern(one.host),
+                verify.pattern(one.container) if one.container else None,
+                one.options,
+            )
+            for profile in known.profiles
+            for one in profile.mounts
         ),
         variables=frozenset(variables),
         forbidden=FORBIDDEN_VARIABLE,
@@ -182,11 +193,19 @@ def _gids(wanted: set[str]) -> set[int]:
     return found
 
 
-def _version(path: Path) -> tuple[int, int, int] | None:
+def _versions(directory: Path) -> Sequence[object]:
+    """What changes with any file in DIRECTORY."""
     try:
-        found = path.stat()
+        return sorted((entry.name, _version(entry)) for entry in os.scandir(directory))
     except OSError:
-        return None
+        return []
+
+
+def _version(file: Path | os.DirEntry[str]) -> tuple[int, int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0, 0
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from hetero_agent import names
 from hetero_agent.access.grant import Grant
@@ -42,34 +42,48 @@ _KEYS: Final = {
 _OURS: Final = frozenset({LEASE_VARIABLE, DEVICES_VARIABLE, COUNT_VARIABLE})
 _LIMIT: Final = re.compile(r"[a-z]{1,16}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_NUMBERS: Final = "/sys/dev/char/"
 _WILD: Final = re.compile(r"\{[a-z0-9-]+\}|\*")
 
 
-@dataclass(frozen=True, slots=True)
-class PathRule:
-    """A node given by a fixed path, with places in braces; DRIVERS are the names in /proc/devices one
-    of which must have its major, none for any."""
+class PathRule(NamedTuple):
+    """Nodes by their PATH; DRIVERS are the names in /proc/devices one of which must have the major,
+    none for any."""
 
-    path: str
+    path: re.Pattern[str]
     drivers: tuple[str, ...] = ()
+
+
+class MountRule(NamedTuple):
+    """Mounts of HOST in the place of CONTAINER, None for the same, with OPTIONS."""
+
+    host: re.Pattern[str]
+    container: re.Pattern[str] | None
+    options: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What may be named.  LISTED tells whether the class device at a path of sysfs, of a subsystem,
     with a node, belongs to a device that a profile recognises and lists such nodes of; PATHS are the
-    nodes that profiles give by path; SUBSYSTEMS and DIRECTORIES those of the providers; MOUNTS
-    (host, container, options) those of profiles; VARIABLES and GROUPS likewise, groups as gids.
+    nodes that profiles give by path; SUBSYSTEMS and DIRECTORIES those of the providers; MOUNTS,
+    VARIABLES and GROUPS (gids) those of profiles.
     FORBIDDEN are the variables that no provider may set."""
 
     listed: Callable[[str, str, str], bool]
     paths: tuple[PathRule, ...] = ()
     subsystems: frozenset[str] = frozenset()
     directories: tuple[str, ...] = ()
-    mounts: tuple[tuple[str, str, str], ...] = ()
+    mounts: tuple[MountRule, ...] = ()
     variables: frozenset[str] = frozenset()
     forbidden: re.Pattern[str] = re.compile(".*", re.DOTALL)
     groups: frozenset[int] = frozenset()
+
+
+def pattern(template: str) -> re.Pattern[str]:
+    """Return the paths that TEMPLATE can stand for: places in braces for a value, stars for any
+    characters of one name.  Only normal paths are compared with it, so neither is a way upwards."""
+    return re.compile("[^/]*".join(re.escape(part) for part in _WILD.split(template)))
 
 
 def check(grant: Grant, rules: Rules) -> Grant:
@@ -159,10 +173,14 @@ def _in_dev(path: str) -> os.stat_result:
 def _may(path: str, major: int, minor: int, rules: Rules) -> bool:
     if major == _MEMORY:
         return False
-    if any(_matches(path, rule.path) and _driven(major, rule.drivers) for rule in rules.paths):
+    if any(rule.path.fullmatch(path) and _driven(major, rule.drivers) for rule in rules.paths):
         return True
-    device = os.path.realpath(f"/sys/dev/char/{major}:{minor}")
-    subsystem = os.path.basename(os.path.realpath(f"{device}/subsystem"))  # noqa: PTH119 (text)
+    try:
+        # ../../devices/...: the kernel's own links have no others in them
+        device = os.path.normpath(_NUMBERS + os.readlink(f"{_NUMBERS}{major}:{minor}"))  # noqa: PTH115
+        subsystem = os.readlink(f"{device}/subsystem").rpartition("/")[2]  # noqa: PTH115
+    except OSError:
+        device = subsystem = ""
     if rules.listed(device, subsystem, path):
         return True
     if not rules.subsystems or major in _NEVER_MAJORS or subsystem in _NEVER_SUBSYSTEMS:
@@ -200,10 +218,11 @@ def _mount(row: object, rules: Rules) -> None:
     for path in (host, container):
         if not path.startswith("/") or os.path.normpath(path) != path or not is_printable(path, 1, _TEXT_MAX):
             _refuse(where, f"{printable(path)} is not a plain absolute path")
-    for known, inside, wanted in rules.mounts:
-        there = container == host if "*" in known else _matches(container, inside)
-        if options == wanted and _matches(host, known) and there:
-            return
+    for rule in rules.mounts:
+        if options == rule.options and rule.host.fullmatch(host):
+            there = rule.container.fullmatch(container) if rule.container is not None else container == host
+            if there:
+                return
     _refuse(where, "is none of a profile's")
 
 
@@ -216,13 +235,6 @@ def _variables(given: object, rules: Rules, key: str) -> None:
             _refuse(f"variable {printable(name)}", "is none of a profile's or provider's")
         if not isinstance(value, str) or not is_printable(value, 0, 64 * _TEXT_MAX):
             _refuse(f"variable {name}", "has a value that is not printable")
-
-
-def _matches(path: str, template: str) -> bool:
-    """Whether PATH is what TEMPLATE can stand for: places in braces for a value, stars for any
-    characters of one name.  PATH is normal, so neither is a way upwards."""
-    parts = (re.escape(part) for part in _WILD.split(template))
-    return re.fullmatch("[^/]*".join(parts), path) is not None
 
 
 def _listed(value: object, most: int, what: str) -> Iterable[Any]:
