@@ -40,8 +40,6 @@ def grant(*paths: Path, lease: str = LEASE, uid: int = UID, **more: Any) -> Gran
         "groups": [],
         "limits": {},
         "netdevs": [],
-        "limits": {},
-        "netdevs": [],
         "confirm-by": 0,
         "confirm-by-boottime": 0,
     }

@@ -75,8 +75,11 @@ class Program:
         self.log_path = self.directory / "log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def launch(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """Start COMMAND in the checkout with its output appended to the log."""
+    def launch(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, passed: Sequence[int] = ()
+    ) -> None:
+        """Start COMMAND in the checkout with its output appended to the log; it gets the descriptors
+        PASSED, under their numbers."""
         assert self.process is None or self.process.poll() is not None, f"{self.title} runs already"
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
@@ -86,6 +89,7 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                pass_fds=passed,
             )
         logs.append((f"{self.title} ({self.process.pid})", self.log_path))
 

@@ -1,0 +1,55 @@
+"""The privileged helper as a test needs it: with a socket as systemd passes it, and directories of its own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from tests.support.process import PYTHON, Program
+
+#: As sd_listen_fds(3) wants it: descriptor 3, and a pid that is the program's.
+_ACTIVATED = 'n=$1; shift; exec 3<&"$n"; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
+
+
+class AccessHelper(Program):
+    """``hetero_agent.access_helper`` behind `socket`, for the agent whose directory this is.
+
+    USER may ask beside root; IDLE is the seconds after which it ends.  It is started by `start`, as
+    often as one likes; the socket is there all the time, as systemd's would be.
+    """
+
+    title = "access helper"
+
+    def __init__(self, user: str = "root", idle: float = 30.0, program: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.user = user
+        self.idle = idle
+        self.program = tuple(program) or (PYTHON, "-m", "hetero_agent.access_helper")
+        self.config = self.directory / "hetero-agent.conf"
+        self.profiles = self.directory / "profiles.d"
+        self.runtime = self.directory / "run"
+        self.records = self.directory / "records"
+        self.cdi = self.runtime / "cdi"
+        for path in (self.profiles, self.runtime):
+            path.mkdir()
+        self.socket = self.directory / "socket"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(self.socket))
+        self.socket.chmod(0o666)
+        self.listener.listen()
+
+    def start(self) -> AccessHelper:
+        """Start it, as systemd does when somebody asks."""
+        words = [
+            *self.program,
+            *("--config", str(self.config), "--profiles", str(self.profiles)),
+            *("--runtime-dir", str(self.runtime), "--records", str(self.records)),
+            *("--user", self.user, "--idle", str(self.idle)),
+        ]
+        number = self.listener.fileno()
+        self.launch(["sh", "-c", _ACTIVATED, "sh", str(number), *words], passed=[number])
+        return self
+
+    def close(self) -> None:
+        self.listener.close()
+        super().close()
