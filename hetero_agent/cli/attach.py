@@ -53,7 +53,7 @@ def register(verbs: Verbs) -> None:
 
 async def attach(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Lease devices for a run of a unit, or take a lease that is there, and let the unit use them."""
-    from hetero_agent.cli import envfile, forms  # noqa: PLC0415
+    from hetero_agent.cli import envfile  # noqa: PLC0415
     from hetero_agent.cli.complaints import usage  # noqa: PLC0415
     from hetero_agent.cli.unitrun import of_manager, unit_name  # noqa: PLC0415
     from hetero_agent.client.systemd import ManagerError, ServiceManager  # noqa: PLC0415
@@ -65,24 +65,8 @@ async def attach(client: Client, args: argparse.Namespace, out: Printer) -> int:
     if args.env_file:
         envfile.remove(args.env_file)  # the last run's
     try:
-        manager = await ServiceManager.connect(client.address)
-        try:
-            if args.lease:
-                manifest = await client.manifest(args.lease)
-            else:
-                manifest = await _lease(client, manager, args, unit)
-            try:
-                if args.env_file:
-                    envfile.write(args.env_file, forms.shell(manifest, filtered=True))
-                await _allow(manager, unit, forms.allowed_devices(manifest))
-            except BaseException:
-                if args.env_file:
-                    envfile.remove(args.env_file)
-                if not args.lease:
-                    await client.release(manifest.lease)
-                raise
-        finally:
-            manager.close()
+        async with await ServiceManager.connect(client.address) as manager:
+            manifest = await _attach(client, manager, args, unit)
     except ManagerError as error:
         raise of_manager(error) from error
     if out.as_json:
@@ -90,6 +74,27 @@ async def attach(client: Client, args: argparse.Namespace, out: Printer) -> int:
     else:
         out.line(f"{unit}: lease {short(manifest.lease)} of {' '.join(manifest.devices)}")
     return exitcodes.OK
+
+
+async def _attach(client: Client, manager: ServiceManager, args: argparse.Namespace, unit: str) -> Manifest:
+    """Do it all, or nothing.  Raises Complaint, HeteroError."""
+    from hetero_agent.cli import envfile, forms  # noqa: PLC0415
+
+    if args.lease:
+        manifest = await client.manifest(args.lease)
+    else:
+        manifest = await _lease(client, manager, args, unit)
+    try:
+        if args.env_file:
+            envfile.write(args.env_file, forms.shell(manifest, filtered=True))
+        await _allow(manager, unit, forms.allowed_devices(manifest))
+    except BaseException:
+        if args.env_file:
+            envfile.remove(args.env_file)
+        if not args.lease:
+            await client.release(manifest.lease)
+        raise
+    return manifest
 
 
 async def _lease(client: Client, manager: ServiceManager, args: argparse.Namespace, unit: str) -> Manifest:

@@ -17,9 +17,9 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hetero_agent.cli import asking, complaints, exitcodes, forms
 from hetero_agent.cli.command import ENDING, FORWARDED, listen
@@ -56,12 +56,23 @@ _NO_RIGHT: Final = (
 )
 
 
+T = TypeVar("T")
+
+
 async def go(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run ARGUMENTS as ARGS say; return the exit code.  Raises Complaint."""
     name = unit_name(args.unit) if args.unit else ""
     user = _user(args.uid)
     run = _UnitRun(args, arguments, _executable(arguments[0]), name, user)
     return await run.go()
+
+
+class _Aborted(Exception):
+    """A signal ended heteroctl before there was a unit."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class _UnitRun:
@@ -83,7 +94,7 @@ class _UnitRun:
         self._status: int | None = None
         self._started = False
         self._aborted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._manager: ServiceManager | None = None
+        self._manager: ServiceManager
         self._sending: set[asyncio.Task[None]] = set()
 
     async def go(self) -> int:
@@ -94,48 +105,49 @@ class _UnitRun:
         try:
             async with (
                 await Client.connect(self._args.bus, person=person) as client,
-                contextlib.AsyncExitStack() as stack,
+                await ServiceManager.connect(client.address, person=person) as self._manager,
             ):
-                self._manager = await ServiceManager.connect(client.address, person=person)
-                stack.callback(self._manager.close)
-                # the terminal is the command's, once there is one
                 with person or contextlib.nullcontext():
-                    manifest = await self._unless_aborted(self._start(client))
-                if manifest is None:
-                    return exitcodes.SIGNAL + self._aborted.result()
-                async with Vigil(client, manifest, lambda: self._status) as vigil:
-                    status = await self._end()
+                    manifest = await self._unless_aborted(self._obtain(client))
+                    async with Vigil(client, manifest, lambda: self._status) as vigil:
+                        await self._unless_aborted(self._start(manifest, client.address))
+                        if person is not None:  # the terminal is the command's now
+                            person.leave()
+                        status = await self._end()
                 return vigil.code(status)
+        except _Aborted as aborted:
+            return exitcodes.SIGNAL + aborted.number
         except ManagerError as error:
             raise of_manager(error) from error
         except HeteroError as error:
             raise complaints.of_error(error) from error
 
     # -- the beginning --------------------------------------------------------------------------
-    async def _unless_aborted(self, work: Any) -> Manifest | None:
-        """Return what WORK gives; None if a signal ends heteroctl before."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait({task, self._aborted}, return_when=asyncio.FIRST_COMPLETED)
+    async def _unless_aborted(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what WORK gives.  Raises _Aborted if a signal ends heteroctl before."""
+        task = asyncio.create_task(work)
+        either: set[asyncio.Future[Any]] = {task, self._aborted}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            return None
-        manifest: Manifest = task.result()
-        return manifest
+            raise _Aborted(self._aborted.result())
+        return task.result()
 
-    async def _start(self, client: Client) -> Manifest:
-        assert self._manager is not None
+    async def _obtain(self, client: Client) -> Manifest:
         for_whom = {"owner_uid": self._user.pw_uid} if self._args.uid is not None else {}
         manifest = (await obtain(client, self._args, pid=os.getpid(), **for_whom)).manifest
         self._name = self._name or f"hetero-{short(manifest.lease)}{_SUFFIX}"
-        settings = self._settings(manifest, client.address)
+        return manifest
+
+    async def _start(self, manifest: Manifest, address: str) -> None:
+        settings = self._settings(manifest, address)
         # from here on the lease ends with us or with the unit, whatever goes wrong
         result = await self._manager.start_transient(self._name, settings, (0, 1, 2), self._begun)
         await self._manager.watch(self._name)
         if result != "done":
             raise await self._not_started(result)
-        return manifest
 
     def _begun(self) -> None:
         self._started = True
@@ -178,7 +190,6 @@ class _UnitRun:
 
     async def _not_started(self, result: str) -> Complaint:
         """Say why there is no command."""
-        assert self._manager is not None
         found = await self._manager.properties(self._name, SERVICE)
         status = found["ExecMainStatus"]
         if not found["ExecMainPID"]:
@@ -196,7 +207,6 @@ class _UnitRun:
     async def _end(self) -> int:
         """Wait for the unit's end and return the exit code of its command, as a shell shows it."""
         manager = self._manager
-        assert manager is not None
         while True:
             try:
                 state = (await manager.properties(self._name, UNIT))["ActiveState"]
@@ -231,7 +241,6 @@ class _UnitRun:
 
     async def _send(self, number: int, to_all: bool) -> None:
         """Send a signal to the unit's main process; what the terminal sends, to all, as it would."""
-        assert self._manager is not None
         try:
             main = (await self._manager.properties(self._name, SERVICE))["MainPID"]
             pids = await self._manager.processes(self._name)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
 
 from dbus_next.aio import MessageBus
 from dbus_next.constants import MessageFlag, MessageType
@@ -65,7 +66,7 @@ class Property(NamedTuple):
 
 
 class ServiceManager:
-    """A link to the service manager.  Made by `connect`; `close` it.
+    """A link to the service manager.  Made by `connect`; a context manager that closes it.
 
     Everything may raise `ManagerError`.  PERSON is as for `Client.connect`: whom polkit may ask.
     """
@@ -95,7 +96,12 @@ class ServiceManager:
         bus._disconnect_future.add_done_callback(manager._lost)
         return manager
 
-    def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """End the connection; the manager forgets a unit that was kept for it."""
         with contextlib.suppress(OSError):
             self._bus.disconnect()
@@ -139,12 +145,9 @@ class ServiceManager:
 
     async def watch(self, unit: str) -> None:
         """Have `news` end when something of UNIT changes."""
-        path = await self._path(unit)
-        rule = (
-            f"type='signal',sender='{NAME}',path='{path}',interface='{_PROPERTIES}',member='PropertiesChanged'"
-        )
-        await self._call(PATH, _MANAGER, "Subscribe")
-        await self._driver("AddMatch", rule)
+        rule = f"type='signal',sender='{NAME}',interface='{_PROPERTIES}',member='PropertiesChanged'"
+        await self._subscribe()
+        await self._driver("AddMatch", f"{rule},path='{await self._path(unit)}'")
 
     async def news(self) -> None:
         """Wait until there may be something to look at."""
