@@ -3,6 +3,9 @@ can be opened by whoever may, and that nobody uses."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -23,8 +26,18 @@ def spare() -> Path:
             claim.close()
             continue
         _claims.append(claim)
-        return Path(f"/dev/tty{number}")
+        path = Path(f"/dev/tty{number}")
+        _close(path)  # a run that was killed could not
+        atexit.register(_close, path)
+        return path
     raise RuntimeError("every spare console is claimed by another run")
+
+
+def _close(path: Path) -> None:
+    """Take back what leases gave on it that no agent lived to take back."""
+    with contextlib.suppress(OSError):
+        os.removexattr(path, "system.posix_acl_access")
+        path.chmod(0o600)
 
 
 CONSOLE = spare()
