@@ -138,8 +138,9 @@ def test_ten_of_256_hang_and_the_others_are_on_time(tmp_path: Path) -> None:
             assert rig.health(path.name) is H.HEALTHY
             times = [begun, *looked[path.name], ended]
             late = max(late, *(b - a for a, b in itertools.pairwise(times)))
-        # each that hangs takes the others' worker half a second, once
-        assert late < table.interval + 10 * 0.5 + 3
+        # each that hangs takes the others' worker half a second, once (more if the processors are
+        # others'), and nobody waits until it is a fault, which takes each three deadlines and two pauses
+        assert late < table.interval + 10 * (0.5 + 1)
         steady = [
             one for path in well for one in zip(looked[path.name][-3:], looked[path.name][-2:], strict=False)
         ]
