@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import io
 import logging
-import os
 import struct
 import urllib.parse
 from collections.abc import Callable
@@ -155,11 +154,11 @@ class Connection(asyncio.Protocol):
 
     # -- asyncio.Protocol ---------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the sign-on: EXTERNAL, the uid in decimal, in hex."""
+        """Begin the sign-on: EXTERNAL, as whoever the kernel says that we are.  The uid that we know
+        is another where we are in a user namespace, as in the hook of a rootless container."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        identity = str(os.geteuid()).encode().hex()
-        transport.write(b"\0AUTH EXTERNAL " + identity.encode() + b"\r\n")
+        transport.write(b"\0AUTH EXTERNAL\r\nDATA\r\n")
 
     def connection_lost(self, error: Exception | None) -> None:
         """Fail what is pending and tell the owner."""
@@ -185,12 +184,15 @@ class Connection(asyncio.Protocol):
             self._take(frame)
 
     def _sign_on(self) -> bool:
-        line, end, _ = self._buffer.partition(b"\r\n")
-        if not end:
-            if len(self._buffer) > _LONGEST_LINE:
-                self._refuse("no D-Bus at the other end")
-            return False
-        del self._buffer[: len(line) + 2]
+        while True:
+            line, end, _ = self._buffer.partition(b"\r\n")
+            if not end:
+                if len(self._buffer) > _LONGEST_LINE:
+                    self._refuse("no D-Bus at the other end")
+                return False
+            del self._buffer[: len(line) + 2]
+            if line != b"DATA":  # so it asks for our identity, of which we have sent none
+                break
         if not line.startswith(b"OK "):
             self._refuse(f"sign-on refused: {printable(bytes(line))}")
             return False

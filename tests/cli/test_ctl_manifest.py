@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hetero_agent import names
 from hetero_agent.cli import forms
 from hetero_agent.client.manifest import DEVICE_VARIABLES, Manifest
 from tests.support.agent import OUTSIDER, AgentProcess
@@ -193,6 +194,9 @@ def test_the_verb_prints_each_form(ctl: Ctl, tmp_path: Path) -> None:
         assert lines == make(manifest)
         shown = ctl("manifest", lease, "--format", name, "--json").json
         assert shown == (granted["manifest"] if name == "env" else lines)
+    printed = ctl("manifest", lease, "--format", "cdi").json
+    assert printed == forms.cdi(manifest, ctl.env[names.BUS_ADDRESS_VARIABLE])
+    assert ctl("manifest", lease, "--format", "cdi", "--json").json == printed
     assert ctl("manifest", lease[:8], "--format", "json").json == granted["manifest"]
     variables = in_shell(ctl("manifest", lease).out.splitlines(), tmp_path)
     assert variables["HETERO_LEASE_ID"] == lease

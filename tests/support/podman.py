@@ -6,12 +6,14 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import tarfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support.calls import as_user
 from tests.support.process import scratch
 from tests.support.wait import wait_until
 
@@ -45,13 +47,15 @@ exec sleep infinity
 
 
 class Podman:
-    """podman(1) as root, reading specifications in the directory CDI.
+    """podman(1) of UID (not 0: rootless), reading specifications in the directory CDI.
 
     No container has a network, and none's output is kept.  All is removed by `close`.
     """
 
-    def __init__(self, cdi: Path) -> None:
+    def __init__(self, cdi: Path, uid: int = 0) -> None:
+        self.uid = uid
         self.directory = scratch("podman")
+        os.chown(self.directory, uid, uid)
         ready = self.directory / "ready"
         self._place = subprocess.Popen(
             ["unshare", "--mount", "--propagation", "private", "sh", "-c", _PLACE, "sh", str(cdi), str(ready)],
@@ -91,7 +95,9 @@ class Podman:
             "events-backend": "file",
             "runtime": "runc",
         }
-        return [*self._entering, "podman", *(f"--{name}={value}" for name, value in options.items())]
+        home = ["env", f"HOME={self.directory}", f"XDG_RUNTIME_DIR={self.directory}"]
+        given = (f"--{name}={value}" for name, value in options.items())
+        return [*self._entering, *as_user(self.uid), *home, "podman", *given]
 
     def __call__(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run podman with WORDS to its end."""
@@ -168,6 +174,7 @@ class Podman:
         """End and remove all."""
         try:
             self.clear()
+            self._end_pause()
             wait_until(lambda: not self._working(), what="the end of podman's own processes")
         finally:
             # the groups above those of the containers; others' containers may be in them
@@ -176,6 +183,11 @@ class Podman:
             self._place.kill()
             self._place.wait()
             subprocess.run(["rm", "-rf", str(self.directory)], check=True)
+
+    def _end_pause(self) -> None:
+        """End the process that keeps the user namespace of a rootless podman."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int((self.directory / "tmp" / "pause.pid").read_text()), signal.SIGKILL)
 
     def _working(self) -> bool:
         """Whether a process with our storage in its arguments lives: conmon, podman's own clean-up."""
