@@ -104,7 +104,8 @@ class Survey:
 
     async def look(self, device: str) -> Sequence[NodeAccess]:
         """See `core.ports.Exposure`.  Raises AccessError where a file system hangs."""
-        found = await self._look([device])
+        # a task of its own: the bus begins calls outside of any, and a deadline needs one
+        found = await asyncio.create_task(self._look([device]), name=f"survey {device}")
         return found.get(device, ())
 
     # -- rounds ---------------------------------------------------------------------------------
@@ -173,11 +174,12 @@ class Survey:
             text = "; ".join(text for _, text in new)
             priority = 4 if any(level == WRONG for level, _ in new) else 5
         elif before and nodes and not remarks:
-            text, priority = "its nodes are closed to all but their group and the owner of a lease again", 5
+            text = f"the nodes of {device} are closed again to all but their group and the owner of a lease"
+            priority = 5
         else:
             return
         at = self._now()
-        self._submit(Note(at, AuditKind.EXPOSURE, f"{device}: {printable(text, _TEXT_MAX)}", priority, device))
+        self._submit(Note(at, AuditKind.EXPOSURE, printable(text, _TEXT_MAX), priority, device))
 
 
 def _survey(
