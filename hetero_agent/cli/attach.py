@@ -43,6 +43,11 @@ def register(verbs: Verbs) -> None:
     lease_options(parser)
     parser.add_argument("--env-file", metavar="PATH", help="write the lease's variables there")
     parser.add_argument(
+        "--env-only",
+        action="store_true",
+        help="leave the unit's device rules alone: for containers",
+    )
+    parser.add_argument(
         "--wait",
         type=seconds,
         default=_WAIT,
@@ -86,8 +91,9 @@ async def _attach(client: Client, manager: ServiceManager, args: argparse.Namesp
         manifest = await _lease(client, manager, args, unit)
     try:
         if args.env_file:
-            envfile.write(args.env_file, forms.shell(manifest, filtered=True))
-        await _allow(manager, unit, forms.allowed_devices(manifest))
+            envfile.write(args.env_file, forms.shell(manifest, filtered=not args.env_only))
+        if not args.env_only:
+            await _allow(manager, unit, forms.allowed_devices(manifest))
     except BaseException:
         if args.env_file:
             envfile.remove(args.env_file)

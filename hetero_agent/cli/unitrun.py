@@ -172,6 +172,7 @@ class _UnitRun:
             Property("UnsetEnvironment", "as", forms.strangers(manifest)),
             Property("DevicePolicy", "s", "closed"),
             Property("DeviceAllow", "a(ss)", [[device, "rw"] for device in forms.allowed_devices(manifest)]),
+            *(Property(f"Limit{name.upper()}", "t", value) for name, value in manifest.limits.items()),
             Property("StandardInputFileDescriptor", "h", 0),
             Property("StandardOutputFileDescriptor", "h", 1),
             Property("StandardErrorFileDescriptor", "h", 2),

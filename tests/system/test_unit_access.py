@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
 
 from hetero_agent import names
-from tests.support.process import PYTHON
+from hetero_agent.cli import forms
+from hetero_agent.client import Manifest
+from tests.support.process import PYTHON, ROOT
 from tests.system.accelerators import RESOURCE, Accelerator, Accelerators
 from tests.system.agent import Agent
 from tests.system.machine import Machine
@@ -392,3 +394,187 @@ def test_who_may_not_attach(
     machine.run("loginctl", "disable-linger", "alice")
     assert done.returncode != 0
     assert "unit of a user's service manager" in machine.read("/run/probe/said")
+
+
+# -- hetero-lease@.service ------------------------------------------------------------------------------
+def test_a_lease_that_a_unit_holds_for_others(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator], alice: Person
+) -> None:
+    one, other = two
+    holder = "hetero-lease@lab.service"
+    settings = f"RESOURCE={RESOURCE}\nOPTIONS=--owner alice --device {one.id} --label 'two words'\n"
+    machine.write("/etc/hetero-agent/leases/lab.conf", settings)
+    probe = Probe(machine, "holds", one, other)
+    unit = service(
+        machine, "lab-holds", "User=alice", "EnvironmentFile=/run/hetero-lease/lab.env",
+        "ExecStartPre=+/usr/bin/heteroctl attach --unit %n --lease ${HETERO_LEASE_ID}",
+        f"ExecStart={probe.line}",
+    )  # fmt: skip
+    machine.write(f"{UNITS}/{unit}.d/needs.conf", f"[Unit]\nBindsTo={holder}\nAfter={holder}\n")
+    machine.run("systemctl", "daemon-reload")
+    agent.systemctl("start", unit)
+    found = probe.report()
+    assert probe.opens(found) == ["ok", "EPERM"]
+    (lease,) = agent.leases()
+    assert (agent.leases()[lease]["OwnerUid"], agent.leases()[lease]["State"]) == (alice.uid, "active")
+    assert found["env"]["HETERO_LEASE_ID"] in lease
+    assert set(binding(agent, lease)) == {"connection"}
+    assert agent.call(lease, names.LEASE, "GetRequest")["label"]["data"] == "two words"
+    # with who holds it go those who use it, and its variables
+    agent.systemctl("stop", holder)
+    agent.wait_states({one.id: "idle", other.id: "idle"})
+    assert agent.unit("ActiveState", unit) == "inactive"
+    assert not machine.path("/run/hetero-lease/lab.env").exists()
+    (ended,) = agent.audit("HETERO_KIND=lease-ended")[-1:]
+    assert ended["HETERO_TRIGGER"] == "release"
+
+
+def test_it_ends_with_the_lease_and_with_its_process(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    one, other = two
+    holder = "hetero-lease@lab.service"
+    machine.write("/etc/hetero-agent/leases/lab.conf", f"RESOURCE={RESOURCE}\nCOUNT=2\nWAIT=0\n")
+    agent.systemctl("start", holder)
+    assert "Lease" in agent.unit("StatusText", holder)
+    # nothing left for another
+    machine.write("/etc/hetero-agent/leases/more.conf", f"RESOURCE={RESOURCE}\nWAIT=0\n")
+    assert machine.run("systemctl", "start", "hetero-lease@more", check=False).returncode != 0
+    assert agent.unit("ExecMainStatus", "hetero-lease@more.service") == "75"
+    # the agent may restart meanwhile
+    pid = agent.pid
+    machine.run("kill", "-KILL", str(pid))
+    machine.wait(lambda: agent.restarted_since(pid), 20, "another agent")
+    assert agent.states() == {one.id: "in-use", other.id: "in-use"}
+    (lease,) = agent.leases()
+    agent.release(lease)
+    machine.wait(lambda: agent.unit("ActiveState", holder) == "failed", 10, "the end of who holds it")
+    assert agent.unit("ExecMainStatus", holder) == "79"
+    agent.wait_states({one.id: "idle", other.id: "idle"})
+    agent.systemctl("start", holder)
+    machine.run("systemctl", "kill", "--signal=KILL", holder)
+    agent.wait_states({one.id: "idle", other.id: "idle"})
+
+
+# -- heteroctl manifest --format systemd ----------------------------------------------------------------
+def test_the_manifest_as_a_drop_in(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    one, other = two
+    lease = agent.allocate(RESOURCE, devices=[one.id], ttl=600_000_000)
+    probe = Probe(machine, "drop", one, other)
+    unit = service(machine, "lab-drop", f"ExecStart={probe.line}")
+    machine.run("sh", "-c", f"heteroctl manifest {lease} --format systemd >/run/probe/drop.conf")
+    machine.shell(
+        f"install -D -m 644 /run/probe/drop.conf {UNITS}/{unit}.d/lease.conf; systemctl daemon-reload"
+    )
+    agent.systemctl("start", unit)
+    agent.confirm(lease, unit=unit)
+    found = probe.report()
+    assert probe.opens(found) == ["ok", "EPERM"]
+    assert found["env"]["HETERO_DEVICES"] == one.id
+    agent.systemctl("daemon-reload")
+    assert probe.opens(probe.again(unit)) == ["ok", "EPERM"]
+    agent.systemctl("stop", unit)
+    agent.wait_states({one.id: "idle", other.id: "idle"})
+
+
+@pytest.mark.parametrize("name", ["a b", "100%n", 'q"u', "c:1-2", "back\\slash", "$HOME"])
+def test_nodes_with_odd_names(machine: Machine, agent: Agent, name: str) -> None:
+    """The rules that the manifest's forms make of any name let the node be used, and it only."""
+    major, minor = 4, 60
+    node = f"/dev/lab-odd/{name}"
+    manifest = Manifest.of({"lease": "ab" * 16, "nodes": [["d", node, "own", "char", major, minor]]})
+    machine.shell("mkdir -p /dev/lab-odd; rm -f /dev/lab-odd/*; mknod /dev/lab-odd/other c 4 61")
+    machine.run("mknod", node, "c", str(major), str(minor))
+    script = "import os, sys; [os.open(one, os.O_RDWR | os.O_NOCTTY) for one in sys.argv[1:]]"
+    machine.write("/run/probe/odd.py", script)
+    machine.write(f"{UNITS}/lab-odd.service.d/lease.conf", "\n".join(forms.systemd(manifest)) + "\n")
+    probe = f"{PYTHON} -IS /run/probe/odd.py /dev/lab-odd"
+    machine.write("/run/probe/odd.sh", f"{probe}/[!o]* || exit 1; ! {probe}/other")
+    service(machine, "lab-odd", "Type=oneshot", "ExecStart=sh /run/probe/odd.sh")
+    try:
+        agent.systemctl("start", "lab-odd.service")
+        # by the manager's own call, and read again from where it wrote that down
+        machine.shell(f"rm -r {UNITS}/lab-odd.service.d; systemctl daemon-reload")
+        for device in forms.allowed_devices(manifest):
+            machine.run(
+                "systemctl", "set-property", "--runtime", "lab-odd.service", "DevicePolicy=closed",
+                f"DeviceAllow={device} rw",
+            )  # fmt: skip
+        agent.systemctl("daemon-reload")
+        agent.systemctl("start", "lab-odd.service")
+    finally:
+        machine.shell("rm -rf /dev/lab-odd")
+
+
+# -- examples -----------------------------------------------------------------------------------------
+def example(name: str, instead: Mapping[str, str]) -> str:
+    """The text of an example with other words for those that only fit where it is used."""
+    text = (ROOT / "examples" / name).read_text()
+    for old, new in instead.items():
+        assert old in text, f"{name} has no {old}"
+        text = text.replace(old, new)
+    return text
+
+
+def test_example_of_a_shell(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator], alice: Person
+) -> None:
+    machine.write("/run/probe/shell.sh", (ROOT / "examples/shell.sh").read_text(), mode=0o755)
+    groups = [int(one) for one in machine.shell("id -G alice").split()]
+    words = ["/run/probe/shell.sh", RESOURCE, "2", "sh", "-c", 'echo "$HETERO_DEVICE_COUNT"; exit 3']
+    done = machine.run(*words, uid=alice.uid, groups=groups, check=False)
+    assert (done.returncode, done.stdout) == (3, "2\n"), done.stderr
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+
+
+def test_example_of_a_command_as_a_unit(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    machine.write("/run/probe/run.sh", (ROOT / "examples/unit/run.sh").read_text(), mode=0o755)
+    done = machine.run("/run/probe/run.sh", RESOURCE, "2", "sh", "-c", 'echo "$HETERO_DEVICE_COUNT"')
+    assert done.stdout == "2\n"
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+
+
+def test_example_of_a_service(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator], alice: Person
+) -> None:
+    one, other = two
+    probe = Probe(machine, "train", one, other)
+    words = {"/usr/bin/python3 /srv/train/train.py": probe.line, "nvidia.com/gpu": RESOURCE}
+    text = example("unit/train.service", words)
+    machine.write(f"{UNITS}/lab-train.service", text)
+    machine.run("systemd-analyze", "verify", f"{UNITS}/lab-train.service")
+    machine.run("systemctl", "daemon-reload")
+    agent.systemctl("start", "lab-train")
+    found = probe.report()
+    assert probe.opens(found) == ["ok", "ok"]
+    assert (found["uid"], found["env"]["HETERO_DEVICE_COUNT"]) == (alice.uid, "2")
+    agent.systemctl("stop", "lab-train")
+    agent.wait_states({one.id: "idle", other.id: "idle"})
+
+
+def test_example_of_services_that_share_a_lease(
+    machine: Machine, agent: Agent, hardware: Accelerators, two: tuple[Accelerator, Accelerator], alice: Person
+) -> None:
+    one, other = two
+    (third,) = hardware.plug()
+    agent.wait_states({one.id: "idle", other.id: "idle", third.id: "idle"})
+    machine.write("/etc/hetero-agent/leases/pool.conf", example("unit/pool.conf", {"nvidia.com/gpu": RESOURCE}))
+    probe = Probe(machine, "%i", one, other, third)
+    command = {"/usr/bin/python3 /srv/worker/worker.py": " ".join(probe.command)}
+    text = example("unit/worker@.service", command)
+    machine.write(f"{UNITS}/lab-worker@.service", text)
+    machine.run("systemctl", "daemon-reload")
+    agent.systemctl("start", "lab-worker@1", "lab-worker@2")
+    found = [Probe(machine, str(number), one, other, third).report() for number in (1, 2)]
+    assert len(agent.leases()) == 1
+    opened = [probe.opens(one) for one in found]
+    assert opened[0] == opened[1]
+    assert sorted(opened[0]) == ["EPERM", "ok", "ok"]
+    assert {one["uid"] for one in found} == {alice.uid}
+    agent.systemctl("stop", "hetero-lease@pool.service")
+    agent.wait_states({one.id: "idle", other.id: "idle", third.id: "idle"})
+    assert agent.unit("ActiveState", "lab-worker@2.service") == "inactive"
