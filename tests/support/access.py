@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from tests.support.process import PYTHON, Program
 
 #: As sd_listen_fds(3) wants it: descriptor 3, and a pid that is the program's.
-_ACTIVATED = 'n=$1; shift; exec 3<&"$n"; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
+_ACTIVATED = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class AccessHelper(Program):
@@ -47,7 +52,7 @@ class AccessHelper(Program):
             *("--user", self.user, "--idle", str(self.idle)),
         ]
         number = self.listener.fileno()
-        self.launch(["sh", "-c", _ACTIVATED, "sh", str(number), *words], passed=[number])
+        self.launch([PYTHON, "-ISc", _ACTIVATED, str(number), *words], passed=[number])
         return self
 
     def close(self) -> None:
