@@ -6,22 +6,28 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from hetero_agent import names
 from tests.support.namespace import run_in_mount_namespace
 from tests.support.process import ROOT
 
 SYSTEMD = ROOT / "systemd"
 
 
-def service() -> dict[str, list[str]]:
-    """The settings of [Service]; each may be given more than once."""
+HELPER = "hetero-agent-access.service"
+
+
+def service(name: str = "hetero-agent.service", wanted: str = "[Service]") -> dict[str, list[str]]:
+    """The settings of a section of a unit; each may be given more than once."""
     found: dict[str, list[str]] = {}
     section = ""
-    for line in (SYSTEMD / "hetero-agent.service").read_text().splitlines():
+    for line in (SYSTEMD / name).read_text().splitlines():
         if line.startswith("["):
             section = line
-        elif section == "[Service]" and "=" in line and not line.startswith("#"):
-            name, _, value = line.partition("=")
-            found.setdefault(name, []).append(value)
+        elif section == wanted and "=" in line and not line.startswith("#"):
+            setting, _, value = line.partition("=")
+            found.setdefault(setting, []).append(value)
     return found
 
 
@@ -39,13 +45,14 @@ def test_systemd_analyze_has_nothing_to_say() -> None:
         program = Path("/usr/bin/hetero-agent")
         program.write_text("#!/bin/sh\\n")
         program.chmod(0o755)
-        unit = Path("/mnt/unit/hetero-agent.service")
-        unit.write_bytes(Path(sys.argv[1]).read_bytes())
-        command = ["systemd-analyze", "--man=no", "verify", str(unit)]
+        units = [Path("/mnt/unit", Path(one).name) for one in sys.argv[1:]]
+        for unit, source in zip(units, sys.argv[1:]):
+            unit.write_bytes(Path(source).read_bytes())
+        command = ["systemd-analyze", "--man=no", "verify", *map(str, units)]
         done = subprocess.run(command, capture_output=True, text=True)
         print(done.returncode, done.stdout, done.stderr, sep="|")
         """,
-        str(SYSTEMD / "hetero-agent.service"),
+        *(str(SYSTEMD / name) for name in ("hetero-agent.service", HELPER, "hetero-agent-access.socket")),
     )
     assert out == "0||\n"
 
@@ -90,13 +97,18 @@ def test_its_own_user_with_four_capabilities() -> None:
         assert set(" ".join(unit[name]).split()) == needed, name
 
 
-def test_no_system_call_that_writes_another_process() -> None:
-    """What the filter leaves, taken from systemd's own list of groups, in the order of the lines."""
+def _allowed(unit: str) -> set[str]:
+    """What a unit's filter leaves, taken from systemd's own list of groups, in the order of the lines."""
     allowed: set[str] = set()
-    for line in service()["SystemCallFilter"]:
+    for line in service(unit)["SystemCallFilter"]:
         words = line.removeprefix("~").split()
         named = set().union(*(_system_calls(word) for word in words))
         allowed = allowed - named if line.startswith("~") else allowed | named
+    return allowed
+
+
+def test_no_system_call_that_writes_another_process() -> None:
+    allowed = _allowed("hetero-agent.service")
     dangerous = {
         "ptrace", "process_vm_writev", "process_vm_readv", "pidfd_getfd", "process_madvise", "kexec_load",
         "setuid", "chown", "mount", "bpf", "init_module", "io_uring_setup", "userfaultfd", "perf_event_open",
@@ -115,18 +127,59 @@ def _system_calls(word: str) -> set[str]:
     return set().union(*(_system_calls(one) for one in inside))
 
 
-def test_exposure_is_at_most_two() -> None:
+@pytest.mark.parametrize(("unit", "most"), [("hetero-agent.service", 1.8), (HELPER, 1.1)])
+def test_exposure(unit: str, most: float) -> None:
     options = ["--offline=true", "--threshold=20", "--no-pager"]
     done = subprocess.run(
-        ["systemd-analyze", "security", *options, str(SYSTEMD / "hetero-agent.service")],
+        ["systemd-analyze", "security", *options, str(SYSTEMD / unit)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    score = re.search(r"exposure level for hetero-agent\.service: ([0-9.]+)", done.stdout)
+    score = re.search(rf"exposure level for {re.escape(unit)}: ([0-9.]+)", done.stdout)
     assert score is not None
-    assert float(score[1]) <= 2.0
+    assert float(score[1]) <= most
+
+
+def test_the_helper_is_started_by_its_socket_which_only_the_agent_may_open() -> None:
+    socket = service("hetero-agent-access.socket", "[Socket]")
+    assert socket == {
+        "ListenSequentialPacket": [names.ACCESS_SOCKET],
+        "DirectoryMode": ["0755"],
+        "SocketUser": ["root"],
+        "SocketGroup": ["hetero-agent"],
+        "SocketMode": ["0660"],
+    }
+    main = service(wanted="[Unit]")
+    assert "hetero-agent-access.socket" in main["Wants"]
+    assert "hetero-agent-access.socket" in main["After"]
+    helper = service(HELPER, "[Unit]")
+    assert helper["Requires"] == helper["After"] == ["hetero-agent-access.socket"]
+    # a crash is no reason to give up the socket
+    assert helper["StartLimitIntervalSec"] == ["0"]
+    # what it made outlives it
+    assert service(HELPER)["RuntimeDirectoryPreserve"] == ["yes"]
+    assert service(HELPER)["RuntimeDirectory"] == ["hetero-agent-access cdi"]
+
+
+def test_the_helper_has_one_capability_and_no_way_to_others() -> None:
+    unit = service(HELPER)
+    assert unit["CapabilityBoundingSet"] == ["CAP_FOWNER"]
+    assert "User" not in unit
+    # no socket but the one that it was given
+    assert unit["RestrictAddressFamilies"] == ["none"]
+    assert unit["PrivateNetwork"] == ["yes"]
+    # no node is opened; PrivateDevices would hide them
+    assert unit["DevicePolicy"] == ["closed"]
+    assert "DeviceAllow" not in unit
+    assert "PrivateDevices" not in unit
+    allowed = _allowed(HELPER)
+    assert {"setxattr", "getxattr", "removexattr", "chmod", "rename", "accept4", "recvfrom"} <= allowed
+    assert not allowed & {
+        "ptrace", "process_vm_writev", "mount", "bpf", "init_module", "chown", "fchownat", "setuid",
+        "setgroups", "kexec_load", "open_by_handle_at", "pidfd_getfd", "io_uring_setup", "reboot", "swapon",
+    }  # fmt: skip
 
 
 def test_sysusers_makes_the_user_and_the_group(tmp_path: Path) -> None:
