@@ -76,9 +76,7 @@ async def _examine(bus: str | None) -> list[Finding]:
         findings.append(Finding("wrong", "bus", error.text, next_step(error)))
     except HeteroError as error:
         findings.append(Finding("wrong", "agent", error.text, next_step(error)))
-    service = hostchecks.unit()
-    if service is not None:
-        findings.append(service)
+    findings += [found for found in (hostchecks.unit(), hostchecks.helper()) if found is not None]
     findings += hostchecks.pci_without_driver()
     findings += hostchecks.directories()
     return findings

@@ -87,17 +87,9 @@ def unit(systemctl: str | None = None, booted: Path = Path("/run/systemd/system"
     if systemctl is None or not booted.is_dir():
         return None
     step = "systemctl enable --now hetero-agent; journalctl -u hetero-agent -e says why it ended"
-    try:
-        done = subprocess.run(
-            [systemctl, "show", "-p", "LoadState,ActiveState,SubState,StatusText", "hetero-agent.service"],
-            capture_output=True,
-            text=True,
-            timeout=_SYSTEMCTL_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    state = _state(systemctl, "hetero-agent.service")
+    if state is None:
         return Finding("wrong", "service", "systemd does not answer", "systemctl status hetero-agent")
-    state = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
     if state.get("LoadState") != "loaded":
         return Finding("wrong", "service", "hetero-agent.service is not installed", "install the package")
     text = f"{state.get('ActiveState', '?')} ({state.get('SubState', '?')})"
@@ -105,6 +97,42 @@ def unit(systemctl: str | None = None, booted: Path = Path("/run/systemd/system"
         text += f": {printable(state['StatusText'])}"
     good = state.get("ActiveState") in ("active", "reloading")
     return Finding("ok" if good else "wrong", "service", text, "" if good else step)
+
+
+def helper(systemctl: str | None = None, booted: Path = Path("/run/systemd/system")) -> Finding | None:
+    """Can the agent, which is not root, have done what only root can?  None where there is no systemd,
+    or no such unit."""
+    systemctl = systemctl or shutil.which("systemctl")
+    if systemctl is None or not booted.is_dir():
+        return None
+    unit_name = "hetero-agent-access.socket"
+    state = _state(systemctl, unit_name) or {}
+    lacking = "leases give no ACLs on nodes and no CDI files"
+    match state.get("LoadState"), state.get("ActiveState"):
+        case "loaded", "active":
+            return Finding("ok", "helper", f"{unit_name} is active")
+        case "loaded", how:
+            text = f"{unit_name} is {printable(how)}: {lacking}"
+            return Finding("wrong", "helper", text, f"systemctl enable --now {unit_name}")
+        case "masked", _:
+            return Finding("note", "helper", f"{unit_name} is masked: {lacking}")
+    return None
+
+
+def _state(systemctl: str, unit_name: str) -> dict[str, str] | None:
+    """What systemd says of a unit; None if it does not answer."""
+    properties = "LoadState,ActiveState,SubState,StatusText"
+    try:
+        done = subprocess.run(
+            [systemctl, "show", "-p", properties, unit_name],
+            capture_output=True,
+            text=True,
+            timeout=_SYSTEMCTL_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return dict(line.partition("=")[::2] for line in done.stdout.splitlines())
 
 
 def pci_without_driver(sysfs: Path = Path("/sys")) -> Iterator[Finding]:

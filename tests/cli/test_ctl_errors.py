@@ -429,6 +429,31 @@ def test_unit(tmp_path: Path, answer: str, level: str, text: str) -> None:
     assert hostchecks.unit(str(systemctl), tmp_path / "none") is None
 
 
+@pytest.mark.parametrize(
+    ("answer", "level", "text"),
+    [
+        ("LoadState=loaded\\nActiveState=active", "ok", "hetero-agent-access.socket is active"),
+        (
+            "LoadState=loaded\\nActiveState=failed",
+            "wrong",
+            "hetero-agent-access.socket is failed: leases give no",
+        ),
+        ("LoadState=masked\\nActiveState=inactive", "note", "hetero-agent-access.socket is masked"),
+        ("LoadState=not-found\\nActiveState=inactive", "", ""),
+    ],
+)
+def test_helper(tmp_path: Path, answer: str, level: str, text: str) -> None:
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f"#!/bin/sh\nprintf '{answer}\\n'\n")
+    systemctl.chmod(0o755)
+    finding = hostchecks.helper(str(systemctl), tmp_path)
+    assert (finding.level if finding else "") == level
+    assert (finding.text if finding else "").startswith(text)
+    assert (finding.next if finding else "") == (
+        "systemctl enable --now hetero-agent-access.socket" if level == "wrong" else ""
+    )
+
+
 def test_clock() -> None:
     assert hostchecks.clock(0).text == "the wall clock says 1970"
     assert hostchecks.clock(0).level == "wrong"
