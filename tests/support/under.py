@@ -32,7 +32,7 @@ def run_under(*command: str) -> Callable[[Callable[P, None]], Callable[P, None]]
                 env={**os.environ, _INSIDE: "1"},
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=300,
                 check=False,
             )
             shown = f"{done.stdout}\n{done.stderr}"
