@@ -18,16 +18,19 @@ import pwd
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hetero_agent import config, names
 from hetero_agent.access import grantfile, remote, verify
 from hetero_agent.access.cdi import confirming
 from hetero_agent.access.choice import specifications
+from hetero_agent.access.grant import Grant
 from hetero_agent.access.hands import Hands
-from hetero_agent.access.manifest import AccessError
+from hetero_agent.access.manifest import AccessError, each
+from hetero_agent.access.namespaces import Process
+from hetero_agent.access.netdev import Netdevs
 from hetero_agent.discovery import profiles, sysfs
 from hetero_agent.providers.report import FORBIDDEN_VARIABLE
 from hetero_agent.text import printable
@@ -61,6 +64,7 @@ class Helper:
         self._owners = owners
         self._read: object = None
         self._hands: Hands
+        self._netdevs: Netdevs
         self._rules: verify.Rules
 
     def serve(self, listener: socket.socket, idle: float) -> None:
@@ -111,21 +115,32 @@ class Helper:
         return b'{"ok": true}'
 
     def _do(self, request: bytes) -> None:
-        what, lease = _parse(request)
+        what, lease, process = _parse(request)
         grants = self._places.runtime / grantfile.DIRECTORY
-        if what == "prepare" or self._read is None:
+        if what in ("prepare", "attach") or self._read is None:
             self._configure()
-        if what == "prepare":
-            self._hands.prepare(verify.check(grantfile.read(grants, lease, self._owners), self._rules))
+        if what == "attach":
+            self._netdevs.attach(self._grant(lease), process)
+        elif what == "prepare":
+            self._hands.prepare(self._grant(lease))
         elif what == "revoke":
-            self._hands.revoke(lease)
+            each(lambda: self._netdevs.detach(lease), lambda: self._hands.revoke(lease))
         else:
-            self._hands.sweep(grantfile.listed(grants, self._owners))
+            self._sweep(grantfile.listed(self._places.runtime / grantfile.DIRECTORY, self._owners))
+
+    def _grant(self, lease: str) -> Grant:
+        """What the agent says that LEASE gives, found right.  Raises AccessError."""
+        grants = self._places.runtime / grantfile.DIRECTORY
+        return verify.check(grantfile.read(grants, lease, self._owners), self._rules)
+
+    def _sweep(self, live: Collection[str]) -> None:
+        away = [lease for lease in self._netdevs.leases() if lease not in live]
+        each(lambda: self._netdevs.detach(*away), lambda: self._hands.sweep(live))
 
     def undo_all(self) -> None:
         """Undo all that is recorded.  Raises AccessError."""
         self._configure()
-        self._hands.sweep(())
+        self._sweep(())
 
     def _configure(self) -> None:
         """Go by root's files as they are now.  Raises AccessError for a bad configuration."""
@@ -143,6 +158,7 @@ class Helper:
         directory = specifications(settings.access, places.runtime)
         hook = confirming(names.SYSTEM_BUS, sys.executable)
         self._hands = Hands(places.records, directory, settings.access.acl, hook)
+        self._netdevs = Netdevs(places.records, settings.access.move_netdevs)
         self._rules = rules_of(known, settings)
         self._read = seen
 
@@ -209,8 +225,9 @@ def _version(file: Path | os.DirEntry[str]) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _parse(request: bytes) -> tuple[str, str]:
-    """Return what a request asks and for which lease.  Raises AccessError."""
+def _parse(request: bytes) -> tuple[str, str, Process | None]:
+    """Return what a request asks, for which lease, and for which process if it names one.  Raises
+    AccessError."""
     if len(request) > remote.REQUEST_MAX:
         raise AccessError(f"a request of more than {remote.REQUEST_MAX} bytes")
     try:
@@ -221,9 +238,16 @@ def _parse(request: bytes) -> tuple[str, str]:
         raise AccessError(f"a request of another version than {remote.VERSION}")
     what, lease = data.get("do"), data.get("lease", "")
     fits = not lease if what == "sweep" else isinstance(lease, str) and names.LEASE_ID.fullmatch(lease)
-    if what not in ("prepare", "revoke", "sweep") or not fits or not data.keys() <= {"version", "do", "lease"}:
+    process = {"pid", "start"} if what == "attach" else set()
+    numbers: list[Any] = [data.get(key) for key in ("pid", "start") if process]
+    if (
+        what not in ("prepare", "attach", "revoke", "sweep")
+        or not fits
+        or not data.keys() - process <= {"version", "do", "lease"}
+        or not all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    ):
         raise AccessError("a request that makes no sense")
-    return what, lease
+    return what, lease, Process(*numbers) if any(numbers) else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

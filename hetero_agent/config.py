@@ -53,11 +53,13 @@ class AccessTable:
     """``[access]``: what leases change on the host.  CDI_DIRECTORY is where their CDI specifications
     go, ``auto`` (/run/cdi for the agent of the system, else below the runtime directory) or "" for
     none; ACL says whether a lease's uid gets an entry in the access control lists of its nodes;
-    HELPER is the socket of who does it as root: ``auto``, ``none``, or a path."""
+    HELPER is the socket of who does it as root: ``auto``, ``none``, or a path; MOVE_NETDEVS says whether
+    a lease may have its devices' network interfaces moved into its process's network namespace."""
 
     cdi_directory: str = "auto"
     acl: bool = True
     helper: str = "auto"
+    move_netdevs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hetero_agent import faultpoints
 from hetero_agent.core.effects import (
+    AttachAccess,
     Changes,
     Effect,
     ErrorKind,
@@ -36,6 +38,7 @@ from hetero_agent.core.effects import (
     WatchOwner,
 )
 from hetero_agent.core.events import (
+    AccessAttached,
     AccessFailed,
     AccessPrepared,
     AccessRenewed,
@@ -242,7 +245,7 @@ class Engine:
         step = self._step(event, outcome)
         faultpoints.reach(step, "decided")
         if outcome.changes or self._backlog:
-            error = self._store(outcome.changes, undoable=isinstance(event, (*_CALLS, AccessPrepared)))
+            error = self._store(outcome.changes, undoable=_undoable(event))
             if error:
                 self.governor.undo()
                 self._not_stored(event, error)
@@ -288,6 +291,10 @@ class Engine:
             self._process(
                 AccessFailed(event.at, event.lease, f"the ledger can't be written: {error}", store=True)
             )
+        elif isinstance(event, AccessAttached):
+            if event.store:
+                return  # nor can that it was refused
+            self._process(replace(event, error=f"the ledger can't be written: {error}", store=True))
         elif isinstance(event, _CALLS):
             text = f"the ledger can't be written ({error}); nothing was changed, try again later"
             self._answer(Refuse(event.token, ErrorKind.STORE_FAILED, text))
@@ -297,6 +304,8 @@ class Engine:
             self._answer(Refuse(event.token, ErrorKind.INTERNAL, "the agent failed; its log says how"))
         elif isinstance(event, AccessPrepared):
             self._process(AccessFailed(event.at, event.lease, "the agent failed; its log says how"))
+        elif isinstance(event, AccessAttached) and not event.error:
+            self._process(replace(event, error="the agent failed; its log says how"))
 
     # -- effects --------------------------------------------------------------------------------------
     def _carry_out(self, outcome: Outcome, step: str = "") -> None:
@@ -340,6 +349,8 @@ class Engine:
                 self._spawn(self._revoke(lease))
             case RenewAccess(leased):
                 self._spawn(self._renew(leased))
+            case AttachAccess():
+                self._spawn(self._attach(effect))
             case WatchOwner(lease, binding):
                 if binding.pid is not None:
                     self._holders.watch_process(lease, binding)
@@ -392,6 +403,11 @@ class Engine:
     async def _renew(self, lease: Lease) -> None:
         error = await self._attempt(self._access.renew(lease), f"renewing lease {lease.id}")
         self.submit(AccessRenewed(self.now(), lease.id, error))
+
+    async def _attach(self, effect: AttachAccess) -> None:
+        lease, process = effect.lease, effect.process
+        error = await self._attempt(self._access.attach(lease, process), f"attaching lease {lease.id}")
+        self.submit(AccessAttached(self.now(), lease.id, process, error))
 
     async def _sweep(self, live: frozenset[str]) -> None:
         error = await self._attempt(self._access.sweep(live), "sweeping what unknown leases left")
@@ -487,6 +503,7 @@ _WORK = (
     PrepareAccess,
     RevokeAccess,
     RenewAccess,
+    AttachAccess,
     WatchOwner,
     UnwatchOwner,
     WatchNodes,
@@ -494,6 +511,13 @@ _WORK = (
     Terminate,
     StoreCordon,
 )
+
+
+def _undoable(event: Event) -> bool:
+    """Whether what EVENT changes can be taken back: then somebody waits for it and is told."""
+    if isinstance(event, AccessAttached):
+        return not event.error
+    return isinstance(event, (*_CALLS, AccessPrepared))
 
 
 def _merge(first: Changes, then: Changes) -> Changes:

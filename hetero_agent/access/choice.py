@@ -52,8 +52,10 @@ def _direct(table: AccessTable, runtime: Path, bus: str) -> Doer:
     # late: an agent with a helper needs none of it
     from hetero_agent.access.cdi import confirming  # noqa: PLC0415
     from hetero_agent.access.hands import Hands  # noqa: PLC0415
+    from hetero_agent.access.netdev import Netdevs  # noqa: PLC0415
 
     # the helper's own records, so that either can undo what the other made
     records = Path(names.ACCESS_DIR) if is_system(runtime) else runtime / "access"
     hook = confirming(bus, sys.executable)
-    return Direct(Hands(records, specifications(table, runtime), table.acl and os.geteuid() == 0, hook))
+    hands = Hands(records, specifications(table, runtime), table.acl and os.geteuid() == 0, hook)
+    return Direct(hands, Netdevs(records, table.move_netdevs))

@@ -17,7 +17,8 @@ from typing import Final, Protocol, TypeVar
 
 from hetero_agent.access.grant import Grant
 from hetero_agent.access.manifest import AccessError, build
-from hetero_agent.core.model import DeviceRecord, Lease, Node
+from hetero_agent.access.namespaces import Process
+from hetero_agent.core.model import DeviceRecord, Lease, Netdev, Node, ProcessRef
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.access")
@@ -51,6 +52,10 @@ class Doer(Protocol):
     async def renew(self, grant: Grant) -> None:
         """Make what is missing of GRANT, after all that is more urgent.  Raises AccessError."""
 
+    async def attach(self, grant: Grant, process: Process | None) -> None:
+        """Have the network interfaces of GRANT, which was prepared, in the namespace of PROCESS, on the
+        host for None.  Raises AccessError."""
+
     async def revoke(self, lease: str) -> None:
         """Undo what was made for LEASE.  Raises AccessError."""
 
@@ -66,6 +71,7 @@ class Door:
 
     def __init__(self, doer: Doer | None = None) -> None:
         self._doer = doer
+        self._turns: dict[str, asyncio.Lock] = {}
         self._gids: dict[str, int | None] = {}
         self._local: dict[int, bool] = {}
 
@@ -107,12 +113,17 @@ class Door:
         manifest = build(lease, ordered, nodes, groups, existing)
         if self._doer is not None:
             try:
-                await self._doer.prepare(Grant(lease.id, lease.uid, manifest))
+                grant = Grant(lease.id, lease.uid, manifest)
+                await self._doer.prepare(grant)
+                if lease.netdev is Netdev.MOVE:
+                    await self._doer.attach(grant, _process(lease.binding.pid))
             except AccessError:
                 # half of it may be there, and whoever makes it may not know that it is not wanted
                 with contextlib.suppress(AccessError):
                     await self._doer.revoke(lease.id)
                 raise
+        elif lease.netdev is Netdev.MOVE:
+            raise AccessError("network interfaces can't be moved: the agent is not root and has no helper")
         return manifest
 
     async def renew(self, lease: Lease) -> None:
@@ -120,11 +131,24 @@ class Door:
         if self._doer is not None:
             await self._doer.renew(Grant(lease.id, lease.uid, lease.manifest))
 
+    async def attach(self, lease: Lease, process: ProcessRef | None) -> None:
+        """Have the network interfaces of LEASE, which was prepared, in the namespace of PROCESS, on the
+        host for None.  Raises AccessError."""
+        if self._doer is not None:
+            async with self._turns.setdefault(lease.id, asyncio.Lock()):
+                await self._doer.attach(Grant(lease.id, lease.uid, lease.manifest), _process(process))
+
     async def revoke(self, lease: str) -> None:
         """Undo what `prepare` made for LEASE, whole or half.  Raises AccessError: it is to be tried
         again then."""
         if self._doer is not None:
-            await self._doer.revoke(lease)
+            turn = self._turns.pop(lease, None)
+            if turn is None:
+                await self._doer.revoke(lease)
+            else:
+                # what was begun before the end is done before it is undone
+                async with turn:
+                    await self._doer.revoke(lease)
 
     async def sweep(self, live: frozenset[str]) -> None:
         """Undo what was made for leases other than LIVE.  Raises AccessError."""
@@ -161,6 +185,10 @@ class Door:
             if missing:
                 log.warning("groups that profiles name and this host lacks: %s", printable(", ".join(missing)))
         return [gid for name in wanted if (gid := self._gids[name]) is not None]
+
+
+def _process(bound: ProcessRef | None) -> Process | None:
+    return Process(bound.pid, bound.start) if bound is not None else None
 
 
 def check_node(node: Node, in_sysfs: bool) -> Node:

@@ -31,6 +31,13 @@ class Grant:
     manifest: Mapping[str, object] = field(default_factory=dict)
 
     @property
+    def interfaces(self) -> tuple[tuple[str, str], ...]:
+        """The network interfaces of the manifest: device and name."""
+        rows = self.manifest.get("netdevs", ())
+        assert isinstance(rows, Sequence)
+        return tuple((device, name) for device, name in rows)
+
+    @property
     def nodes(self) -> tuple[GrantedNode, ...]:
         """The nodes of the manifest."""
         rows = self.manifest.get("nodes", ())

@@ -5,7 +5,7 @@ The same lease and records give the same manifest, whenever it is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from hetero_agent import names
@@ -24,6 +24,18 @@ _OTHER_READ_WRITE: Final = 0o006
 class AccessError(ValueError):
     """A lease can't be given what it needs; the text names the path, what was expected and what
     was found."""
+
+
+def each(*steps: Callable[[], None]) -> None:
+    """Do all STEPS, and raise AccessError then with what failed."""
+    problems = []
+    for step in steps:
+        try:
+            step()
+        except AccessError as error:
+            problems.append(str(error))
+    if problems:
+        raise AccessError("; ".join(problems[:3]))
 
 
 def build(

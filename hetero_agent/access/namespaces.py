@@ -7,7 +7,6 @@ tell it from others as long as somebody keeps it alive.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import threading
@@ -171,6 +170,8 @@ def inside(namespace: int, work: Callable[[], T]) -> T:
 
 def _call(function: str, *arguments: Any) -> None:
     """Call FUNCTION of the C library.  Raises OSError."""
+    import ctypes  # noqa: PLC0415 (late: only who moves something needs it)
+
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, function)(*arguments) != 0:
         number = ctypes.get_errno()

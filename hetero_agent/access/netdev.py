@@ -10,6 +10,7 @@ written down before it is made (docs/network.md).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -21,8 +22,8 @@ from typing import Any, Final, TypeVar
 
 from hetero_agent import names
 from hetero_agent.access import namespaces
-from hetero_agent.access.grant import GrantedNode
-from hetero_agent.access.manifest import AccessError
+from hetero_agent.access.grant import Grant, GrantedNode
+from hetero_agent.access.manifest import AccessError, each
 from hetero_agent.access.namespaces import Identity, Process
 from hetero_agent.core import address
 from hetero_agent.text import printable
@@ -107,15 +108,37 @@ class _Record:
     moved: tuple[Moved, ...]
 
 
+def belongs(interface: str, nodes: Sequence[GrantedNode]) -> bool:
+    """Whether INTERFACE sits on the PCI device that one of NODES, a lease's own ones, belongs to."""
+    device = address.last_in(os.path.realpath(f"/sys/class/net/{interface}"))
+    if device is None or not names.INTERFACE.fullmatch(interface):
+        return False
+    for node in nodes:
+        if node.role == "own" and node.kind in ("char", "block"):
+            place = os.path.realpath(f"/sys/dev/{node.kind}/{node.major}:{node.minor}")
+            if address.last_in(place) == device:
+                return True
+    return False
+
+
 class Netdevs:
     """Moves interfaces; one record a lease in DIRECTORY/netdev, its namespace in DIRECTORY/netns.
 
-    Synchronous.  Every call runs in the host's network namespace; they take turns.
+    MAY tells whether leases may have theirs moved on this host, BELONGS whether an interface is one
+    of the device that has these nodes.  Synchronous.  Every call runs in the host's network namespace;
+    they take turns.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        may: bool,
+        belongs: Callable[[str, Sequence[GrantedNode]], bool] = belongs,
+    ) -> None:
         self._records = directory / "netdev"
         self._mounts = directory / "netns"
+        self._may = may
+        self._belongs = belongs
         self._lock = threading.Lock()
 
     def __contains__(self, lease: str) -> bool:
@@ -134,24 +157,23 @@ class Netdevs:
                     (self._records / name).unlink(missing_ok=True)
             return [name for name in found if names.LEASE_ID.fullmatch(name)]
 
-    def attach(self, lease: str, interfaces: Sequence[str], process: Process) -> None:
-        """Have the host's INTERFACES in the network namespace of PROCESS, those that LEASE has in
-        another one brought back before; where PROCESS is on the host, they stay there.
+    def attach(self, grant: Grant, process: Process | None) -> None:
+        """Have the interfaces of GRANT in the network namespace of PROCESS, after those that its lease
+        has in another one were brought back; without a PROCESS, or for one on the host, only see that
+        they are there and could be moved.
 
-        Raises AccessError, and what LEASE had elsewhere is on the host then.
+        Raises AccessError; if that was because of the interfaces, they are on the host.
         """
-        with self._turn(), namespaces.of_process(process) as target:
+        lease = grant.lease
+        with self._turn(), namespaces.home() as here, self._target(process, here) as target:
             there = namespaces.identity(target)
             before = self._read(lease)
             if before is not None:
                 if before.namespace == there and self._complete(before, target):
                     return
                 self._bring_back(lease, before)
-            with namespaces.home() as here:
-                if namespaces.identity(here) == there:
-                    return
-                links = _links(here)
-                moving = [_moved(lease, _movable(name, links, here)) for name in interfaces]
+            moving = self._find(grant, here)
+            if namespaces.identity(here) != there:
                 try:
                     self._write(lease, _Record(there, tuple(moving)))
                     namespaces.keep(target, self._mounts / lease)
@@ -165,13 +187,43 @@ class Netdevs:
                         f"network interface {_all(moving)} can't be moved: {printable(error.strerror or error)}"
                     ) from error
 
-    def detach(self, lease: str) -> None:
-        """Bring back what LEASE has elsewhere, under its old name and as it was; nothing is no error.
-        Raises AccessError: it is to be tried again."""
+    def detach(self, *leases: str) -> None:
+        """Bring back what LEASES have elsewhere, under its old name and as it was; nothing is no error.
+        Raises AccessError, after all were tried: it is to be done again."""
+        each(*(functools.partial(self._detach, lease) for lease in leases))
+
+    def _detach(self, lease: str) -> None:
         with self._turn():
             record = self._read(lease)
             if record is not None:
                 self._bring_back(lease, record)
+
+    @contextlib.contextmanager
+    def _target(self, process: Process | None, here: int) -> Iterator[int]:
+        if process is None:
+            yield here
+        else:
+            with namespaces.of_process(process) as target:
+                yield target
+
+    def _find(self, grant: Grant, here: int) -> list[Moved]:
+        """Return the interfaces of all devices of GRANT as they are on the host.  Raises AccessError
+        if one can't be moved."""
+        if not self._may:
+            raise AccessError(
+                "network interfaces are not moved on this host: move-netdevs in [access] of the configuration"
+                " (docs/network.md)"
+            )
+        devices = dict.fromkeys(node.device for node in grant.nodes)
+        for device in devices.keys() - {device for device, _ in grant.interfaces}:
+            raise AccessError(f"device {printable(device)} has no network interface that could be moved")
+        links = _links(here)
+        found = []
+        for device, name in grant.interfaces:
+            if not self._belongs(name, [node for node in grant.nodes if node.device == device]):
+                raise AccessError(f"network interface {name} is none of device {printable(device)}")
+            found.append(_moved(grant.lease, _movable(name, links, here)))
+        return found
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -227,19 +279,6 @@ class Netdevs:
             return _Record(Identity(*data["namespace"]), tuple(Moved(**one) for one in data["moved"]))
         except (ValueError, TypeError, KeyError) as error:
             raise AccessError(f"the record of lease {lease}'s network interfaces makes no sense") from error
-
-
-def belongs(interface: str, nodes: Sequence[GrantedNode]) -> bool:
-    """Whether INTERFACE sits on the PCI device that one of NODES, a lease's own ones, belongs to."""
-    device = address.last_in(os.path.realpath(f"/sys/class/net/{interface}"))
-    if device is None or not names.INTERFACE.fullmatch(interface):
-        return False
-    for node in nodes:
-        if node.role == "own" and node.kind in ("char", "block"):
-            place = os.path.realpath(f"/sys/dev/{node.kind}/{node.major}:{node.minor}")
-            if address.last_in(place) == device:
-                return True
-    return False
 
 
 # -- what may be moved ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Final
 from hetero_agent.access.grant import Grant
 from hetero_agent.access.grantfile import GrantFiles
 from hetero_agent.access.manifest import AccessError
+from hetero_agent.access.namespaces import Process
 from hetero_agent.text import printable
 
 VERSION: Final = 1
@@ -70,6 +71,14 @@ class Remote:
         async with self._renewals:
             await self.prepare(grant)
 
+    async def attach(self, grant: Grant, process: Process | None) -> None:
+        """Have the helper move the network interfaces of GRANT, which it was told of.  Raises
+        AccessError."""
+        if not self._path.exists():
+            raise AccessError(f"network interfaces can't be moved without the access helper: {_START}")
+        pid, start = process or (0, 0)
+        await self._ask("attach", grant.lease, pid=pid, start=start)
+
     async def revoke(self, lease: str) -> None:
         """Have the helper undo LEASE, if it was ever told of it.  Raises AccessError."""
         if self._files.exists(lease):
@@ -99,8 +108,8 @@ class Remote:
             self._connection.close()
             self._connection = None
 
-    async def _ask(self, what: str, lease: str = "") -> None:
-        request = {"version": VERSION, "do": what} | ({"lease": lease} if lease else {})
+    async def _ask(self, what: str, lease: str = "", **more: int) -> None:
+        request = {"version": VERSION, "do": what} | ({"lease": lease} if lease else {}) | more
         data = json.dumps(request).encode()
         try:
             async with asyncio.timeout(self.deadline), self._turn:

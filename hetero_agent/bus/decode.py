@@ -14,7 +14,7 @@ from hetero_agent import names
 from hetero_agent.bus.codec import V, plain
 from hetero_agent.bus.errors import invalid
 from hetero_agent.core.effects import ErrorKind, Refusal
-from hetero_agent.core.model import Attribute, OnEnd, OnFault, Options, Policy, ProcessRef
+from hetero_agent.core.model import Attribute, Netdev, OnEnd, OnFault, Options, Policy, ProcessRef
 from hetero_agent.text import is_printable, printable
 
 #: Most keys in ``require``, and characters of its keys and texts.
@@ -51,11 +51,12 @@ OPTIONS: Mapping[str, str] = {
     "wait": "u",
     "on-fault": "s",
     "on-end": "s",
+    "netdev": "s",
 }
 #: The keys of Confirm's binding.
 BINDING: Mapping[str, str] = {key: OPTIONS[key] for key in ("pid", "unit", "connection", "ttl")}
 
-Choice = TypeVar("Choice", Policy, OnFault, OnEnd)
+Choice = TypeVar("Choice", Policy, OnFault, OnEnd, Netdev)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ def allocation(identifier: str, resource: str, count: int, given: Mapping[str, V
         confirm_within=within * 1_000_000,
         on_fault=_choice(OnFault, values, "on-fault", OnFault.MARK),
         on_end=_choice(OnEnd, values, "on-end", OnEnd.WAIT),
+        netdev=_choice(Netdev, values, "netdev", Netdev.KEEP),
     )
     asked: dict[str, Any] = {"request-id": identifier, "resource": resource, "count": count}
     asked.update({key: plain(value) for key, value in values.items() if key != "wait"})

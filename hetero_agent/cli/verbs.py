@@ -115,6 +115,9 @@ def lease_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", metavar="TEXT", help="a word for the lease, for its owner")
     parser.add_argument("--on-fault", choices=("mark", "kill"), help="when a device becomes unhealthy")
     parser.add_argument("--on-end", choices=("wait", "kill"), help="what still holds a device after it")
+    parser.add_argument(
+        "--netdev", choices=("keep", "move"), help="the devices' network interfaces: to the process's namespace"
+    )
 
 
 def binding_options(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +145,7 @@ def lease_of(args: argparse.Namespace) -> dict[str, Any]:
         "label": args.label,
         "on_fault": args.on_fault,
         "on_end": args.on_end,
+        "netdev": args.netdev,
     }
 
 

@@ -27,6 +27,7 @@ OPTIONS: Final[Mapping[str, str]] = {
     "wait": "u",
     "on-fault": "s",
     "on-end": "s",
+    "netdev": "s",
 }
 
 #: The keys of a binding.

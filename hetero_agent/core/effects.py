@@ -15,6 +15,7 @@ from hetero_agent.core.model import (
     DeviceRecord,
     Holder,
     Lease,
+    ProcessRef,
     RequestKey,
     RequestRecord,
 )
@@ -80,6 +81,15 @@ class RenewAccess:
     """See that all is there that the lease gives, and make what is not; answer AccessRenewed."""
 
     lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class AttachAccess:
+    """Have the network interfaces of this lease in the namespace of PROCESS (None: the host's); answer
+    AccessAttached."""
+
+    lease: Lease
+    process: ProcessRef | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +245,7 @@ Effect = (
     | PrepareAccess
     | RevokeAccess
     | RenewAccess
+    | AttachAccess
     | RequestScan
     | WatchOwner
     | UnwatchOwner

@@ -159,6 +159,18 @@ class AccessRevoked:
 
 
 @dataclass(frozen=True, slots=True)
+class AccessAttached:
+    """The network interfaces of LEASE are in the namespace of PROCESS (None: the host's), or, for the
+    reason ERROR, perhaps not.  STORE: they are, but that could not be stored."""
+
+    at: Instant
+    lease: str
+    process: ProcessRef | None
+    error: str = ""
+    store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AccessRenewed:
     """What LEASE gives was looked at and is all there (again), or it could not be made for the
     reason ERROR."""
@@ -312,6 +324,7 @@ Event = (
     | AccessFailed
     | AccessRevoked
     | AccessRenewed
+    | AccessAttached
     | NodesTouched
     | Signalled
     | CordonStored

@@ -21,6 +21,7 @@ from hetero_agent.core.effects import (
     WatchOwner,
 )
 from hetero_agent.core.events import (
+    AccessAttached,
     AccessFailed,
     AccessPrepared,
     AccessRenewed,
@@ -129,6 +130,8 @@ class Governor:
                 self.upkeep.revoked(event)
             case AccessRenewed():
                 self.upkeep.renewed(event)
+            case AccessAttached():
+                self.grants.attached(event)
             case NodesTouched():
                 self.upkeep.touched(event)
             case OwnerGone():
@@ -344,6 +347,7 @@ class Governor:
         if lease.binding:
             world.effect(WatchOwner(lease.id, lease.binding))
         self.upkeep.renew(lease.id)
+        self.grants.attachments.restore(lease)
 
     def _placeholder(self, record: DeviceRecord, state: State, lease: str, at: Instant) -> None:
         """A device that the ledger knows before its source has spoken."""

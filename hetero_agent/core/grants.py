@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hetero_agent.core import requests
+from hetero_agent.core.attachments import Attachments
 from hetero_agent.core.effects import (
     Effect,
     ErrorKind,
@@ -21,7 +22,16 @@ from hetero_agent.core.effects import (
     UnwatchOwner,
     WatchOwner,
 )
-from hetero_agent.core.events import AccessFailed, AccessPrepared, Allocate, Confirm, OwnerGone, Release, Token
+from hetero_agent.core.events import (
+    AccessAttached,
+    AccessFailed,
+    AccessPrepared,
+    Allocate,
+    Confirm,
+    OwnerGone,
+    Release,
+    Token,
+)
 from hetero_agent.core.lifecycle import Trigger, row
 from hetero_agent.core.model import (
     AGENT,
@@ -76,6 +86,7 @@ class Grants:
     def __init__(self, world: World, returns: Returns) -> None:
         self.world = world
         self.returns = returns
+        self.attachments = Attachments(world)
         self._tokens: dict[str, tuple[Token, ...]] = {}
         self._news: dict[str, list[Effect]] = {}
         self._within: dict[str, int] = {}
@@ -102,6 +113,7 @@ class Grants:
         choice = Choice(()) if ahead else self._choose(event.resource, event.count, event.options)
         if event.options.confirm:
             self._bound_enough(choice.devices, event.options.binding)
+            self.attachments.check(event.options.netdev, event.options.binding)
         if len(choice.devices) == event.count:
             self._prepare(event, key, choice.devices, (event.token,))
             return
@@ -319,6 +331,7 @@ class Grants:
             on_end=options.on_end,
             creator=event.actor,
             request=event.request,
+            netdev=options.netdev,
         )
         world.put_lease(lease)
         world.put_request(RequestRecord(key, event.fingerprint, "", lease.id, boot=event.at.boot, owner=uid))
@@ -452,8 +465,24 @@ class Grants:
         if lease is None or not lease.alive:
             result = f" ({lease.result})" if lease is not None else ""
             raise Refusal(ErrorKind.LEASE_ENDED, f"the lease has ended{result}; allocate anew")
-        before, binding = lease.binding, event.binding or lease.binding
+        if self.attachments.joins(event, key):
+            return
+        binding = event.binding or lease.binding
         self._bound_enough(lease.devices, binding)
+        self.attachments.check(lease.netdev, binding)
+        if not self.attachments.begins(event, key, lease, binding):
+            self._confirmed(event, key, lease, (event.token,))
+
+    def attached(self, event: AccessAttached) -> None:
+        """The interfaces of a lease have followed its process: the Confirm that waits for it is done."""
+        waiting = self.attachments.attached(event)
+        if waiting is not None:
+            confirm = replace(waiting.event, at=event.at)
+            self._confirmed(confirm, waiting.key, self.world.leases[event.lease], waiting.tokens)
+
+    def _confirmed(self, event: Confirm, key: RequestKey, lease: Lease, tokens: Iterable[Token]) -> None:
+        world = self.world
+        before, binding = lease.binding, event.binding or lease.binding
         deadline = event.at.boot + binding.ttl if binding.ttl else 0
         lease = replace(lease, state=LeaseState.ACTIVE, confirmed=True, binding=binding, deadline=deadline)
         world.put_lease(lease)
@@ -485,7 +514,8 @@ class Grants:
             world.effect(WatchOwner(lease.id, binding))
         world.effect(LeaseChanged(lease.id))
         requests.remember(world, key, event.fingerprint, "{}", event.at, lease.id)
-        world.effect(Reply(event.token, "{}"))
+        for token in tokens:
+            world.effect(Reply(token, "{}"))
 
     def release(self, event: Release) -> None:
         """Give the lease back; true if that changed anything.  Raises Refusal."""
@@ -562,6 +592,7 @@ class Grants:
         else:
             # a refusal is not remembered: the request id may be used again at once
             world.drop_request(lease.key)
+        self.attachments.ended(lease)
         world.effect(UnwatchOwner(lease.id))
         world.revoke(lease.id)
         returned = []

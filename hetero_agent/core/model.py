@@ -120,6 +120,14 @@ class OnEnd(StrEnum):
     KILL = "kill"
 
 
+class Netdev(StrEnum):
+    """What becomes of a lease's network interfaces: `KEEP` leaves them on the host, `MOVE` puts them
+    into the network namespace of the process that the lease is bound to."""
+
+    KEEP = "keep"
+    MOVE = "move"
+
+
 class Instant(NamedTuple):
     """One moment on both clocks, in microseconds."""
 
@@ -339,6 +347,7 @@ class Options:
     wait: int = 0
     on_fault: OnFault = OnFault.MARK
     on_end: OnEnd = OnEnd.WAIT
+    netdev: Netdev = Netdev.KEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +411,7 @@ class Lease:
     manifest: Mapping[str, Any] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
+    netdev: Netdev = Netdev.KEEP
 
     @property
     def alive(self) -> bool:

@@ -69,6 +69,10 @@ class Access(Protocol):
     async def renew(self, lease: Lease) -> None:
         """Make again what is missing of the effects of a granted lease.  Raises AccessError."""
 
+    async def attach(self, lease: Lease, process: ProcessRef | None) -> None:
+        """Have the network interfaces of a granted lease in the namespace of PROCESS, the host's for
+        None.  Raises AccessError; they are on the host then."""
+
     async def revoke(self, lease: str) -> None:
         """Undo, whole or half, as often as called.  Raises AccessError: it is to be tried again."""
 

@@ -10,18 +10,35 @@ import os
 import signal
 import subprocess
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero_agent.access import namespaces, netdev
+from hetero_agent.access.grant import Grant, GrantedNode
 from hetero_agent.access.manifest import AccessError
-from hetero_agent.access.netdev import Link, Moved, Netdevs
+from hetero_agent.access.namespaces import Process
+from hetero_agent.access.netdev import Link, Moved
 from tests.support.network import Workload, in_own_network, ip, is_up, links
 from tests.support.process import PYTHON, ROOT
 
 LEASE = "0123456789abcdef" * 2
+
+
+class Netdevs(netdev.Netdevs):
+    """Those of a host on which leases may have anything moved, and device ``d`` has all interfaces."""
+
+    def __init__(self, directory: Path, may: bool = True) -> None:
+        super().__init__(directory, may, lambda *_: True)
+
+    def move(self, lease: str, names: Sequence[str], process: Process | None) -> None:
+        self.attach(Grant(lease, 1000, manifest(*names)), process)
+
+
+def manifest(*names: str) -> dict[str, object]:
+    return {"nodes": [["d", "/dev/null", "own", "char", 1, 3]], "netdevs": [["d", name] for name in names]}
 
 
 def pair() -> None:
@@ -35,7 +52,7 @@ def refusal(directory: Path, workload: Workload, name: str = "hca0") -> str:
     """Why an interface can't be moved; it is where and as it was, and nothing is left behind."""
     before = links()
     with pytest.raises(AccessError) as caught:
-        Netdevs(directory).attach(LEASE, [name], workload.process)
+        Netdevs(directory).move(LEASE, [name], workload.process)
     assert links() == before
     assert_nothing_left(directory)
     return str(caught.value)
@@ -55,11 +72,11 @@ def test_an_interface_goes_and_comes_back_as_it_was(tmp_path: Path) -> None:
     before = links()["hca0"]
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         assert "hca0" not in links()
         assert is_up("hca0", workload.pid)
         assert LEASE in netdevs
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         netdevs.detach(LEASE)
         assert links(workload.pid) == {}
     after = links()["hca0"]
@@ -73,7 +90,7 @@ def test_one_that_is_down_stays_down(tmp_path: Path) -> None:
     ip("link add hca0 type veth peer name wire0")
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         assert not is_up("hca0", workload.pid)
         ip("link set hca0 up", workload.pid)
         netdevs.detach(LEASE)
@@ -89,10 +106,10 @@ def test_all_of_a_lease_or_none(tmp_path: Path) -> None:
         with pytest.raises(
             AccessError, match=r"hca1 can't be moved: the host has the address 198\.51\.100\.1/24"
         ):
-            netdevs.attach(LEASE, ["hca0", "hca1"], workload.process)
+            netdevs.move(LEASE, ["hca0", "hca1"], workload.process)
         assert links().keys() == {"hca0", "hca1"}
         ip("address flush dev hca1")
-        netdevs.attach(LEASE, ["hca0", "hca1"], workload.process)
+        netdevs.move(LEASE, ["hca0", "hca1"], workload.process)
         assert links(workload.pid).keys() == {"hca0", "hca1"}
         netdevs.detach(LEASE)
     assert links().keys() == {"hca0", "hca1"}
@@ -104,7 +121,7 @@ def test_for_a_process_on_the_host_it_stays(tmp_path: Path) -> None:
     pair()
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         start = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        Netdevs(tmp_path).attach(LEASE, ["hca0"], namespaces.Process(sleeper.pid, start))
+        Netdevs(tmp_path).move(LEASE, ["hca0"], namespaces.Process(sleeper.pid, start))
         sleeper.kill()
     assert is_up("hca0")
     assert_nothing_left(tmp_path)
@@ -115,8 +132,8 @@ def test_a_lease_that_is_bound_anew_takes_it_along(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as first, Workload() as second:
-        netdevs.attach(LEASE, ["hca0"], first.process)
-        netdevs.attach(LEASE, ["hca0"], second.process)
+        netdevs.move(LEASE, ["hca0"], first.process)
+        netdevs.move(LEASE, ["hca0"], second.process)
         assert (links(first.pid).keys(), links(second.pid).keys()) == (set(), {"hca0"})
         netdevs.detach(LEASE)
     assert is_up("hca0")
@@ -138,7 +155,7 @@ def test_a_process_that_has_ended_gets_nothing(tmp_path: Path) -> None:
         process = workload.process
         workload.kill()
         with pytest.raises(AccessError, match=f"process {process.pid} has ended"):
-            Netdevs(tmp_path).attach(LEASE, ["hca0"], process)
+            Netdevs(tmp_path).move(LEASE, ["hca0"], process)
     assert_nothing_left(tmp_path)
 
 
@@ -148,7 +165,7 @@ def test_a_later_process_of_the_same_pid_gets_nothing(tmp_path: Path) -> None:
     with Workload() as workload:
         process = workload.process
         with pytest.raises(AccessError, match=f"process {process.pid} has ended"):
-            Netdevs(tmp_path).attach(LEASE, ["hca0"], process._replace(start=process.start - 1))
+            Netdevs(tmp_path).move(LEASE, ["hca0"], process._replace(start=process.start - 1))
         assert links(workload.pid) == {}
     assert is_up("hca0")
 
@@ -222,6 +239,63 @@ def test_rdma_devices_with_namespaces_of_their_own(tmp_path: Path, monkeypatch: 
     assert netdev._bound_to_host(replace(link, name="eth0")) == ""
 
 
+@in_own_network
+def test_only_where_the_administrator_says_so(tmp_path: Path) -> None:
+    pair()
+    with Workload() as workload, pytest.raises(AccessError, match="move-netdevs in"):
+        Netdevs(tmp_path, may=False).move(LEASE, ["hca0"], workload.process)
+    assert is_up("hca0")
+    # what was moved before it was forbidden comes back
+    with Workload() as workload:
+        Netdevs(tmp_path).move(LEASE, ["hca0"], workload.process)
+        Netdevs(tmp_path, may=False).detach(LEASE)
+    assert is_up("hca0")
+
+
+@in_own_network
+def test_a_grant_is_told_before_there_is_a_process(tmp_path: Path) -> None:
+    pair()
+    netdevs = Netdevs(tmp_path)
+    netdevs.move(LEASE, ["hca0"], None)
+    assert_nothing_left(tmp_path)
+    ip("address add 192.0.2.1/24 dev hca0")
+    with pytest.raises(AccessError, match=r"the host has the address 192\.0\.2\.1/24 on it"):
+        netdevs.move(LEASE, ["hca0"], None)
+    with pytest.raises(AccessError, match="device d has no network interface that could be moved"):
+        netdevs.move(LEASE, [], None)
+
+
+@in_own_network
+def test_what_is_none_of_the_devices_stays(tmp_path: Path) -> None:
+    pair()
+    own = netdev.Netdevs(tmp_path, True)
+    with Workload() as workload, pytest.raises(AccessError, match="network interface hca0 is none of device d"):
+        own.attach(Grant(LEASE, 1000, manifest("hca0")), workload.process)
+    assert is_up("hca0")
+
+
+def test_an_interface_belongs_to_a_device_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {
+        "/sys/class/net/eth1": "/sys/devices/pci0000:00/0000:00:01.0/0000:03:00.0/net/eth1",
+        "/sys/class/net/lo": "/sys/devices/virtual/net/lo",
+        "/sys/dev/char/231:192": "/sys/devices/pci0000:00/0000:00:01.0/0000:03:00.0/infiniband_verbs/uverbs0",
+        "/sys/dev/char/231:193": "/sys/devices/pci0000:00/0000:00:01.0/0000:03:00.1/infiniband_verbs/uverbs1",
+        "/sys/dev/char/1:3": "/sys/devices/virtual/mem/null",
+    }
+    monkeypatch.setattr(os.path, "realpath", lambda path: places.get(path, path))
+
+    def node(minor: int, major: int = 231, role: str = "own") -> GrantedNode:
+        return GrantedNode("d", "/dev/x", role, "char", major, minor)
+
+    assert netdev.belongs("eth1", [node(193), node(192)])
+    assert not netdev.belongs("eth1", [node(193), node(3, 1)])
+    assert not netdev.belongs("eth1", [node(192, role="control")])
+    assert not netdev.belongs("eth1", [])
+    assert not netdev.belongs("eth2", [node(192)])
+    assert not netdev.belongs("lo", [node(3, 1)])
+    assert not netdev.belongs("../class/net/eth1", [node(192)])
+
+
 # -- what workloads do ----------------------------------------------------------------------------------
 @in_own_network
 def test_a_killed_workload_that_changed_all_it_could(tmp_path: Path) -> None:
@@ -229,7 +303,7 @@ def test_a_killed_workload_that_changed_all_it_could(tmp_path: Path) -> None:
     before = links()["hca0"]
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         ip("link set hca0 down", workload.pid)
         ip("link set hca0 name eth0", workload.pid)
         ip("link set eth0 address 02:00:00:00:00:01 mtu 1400 promisc on up", workload.pid)
@@ -252,7 +326,7 @@ def test_what_the_workload_put_on_top_of_it_is_gone(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         ip("link add link hca0 name above0 type macvlan", workload.pid)
         netdevs.detach(LEASE)
         # it would hear and speak through the host's interface
@@ -264,7 +338,7 @@ def test_one_that_was_moved_on(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as workload, Workload() as inner:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         ip(f"link set hca0 netns {inner.pid} name deep0", workload.pid)
         netdevs.detach(LEASE)
         assert links(inner.pid) == {}
@@ -277,7 +351,7 @@ def test_a_virtual_one_that_was_deleted_is_gone(tmp_path: Path, caplog: pytest.L
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         ip("link delete hca0", workload.pid)
         netdevs.detach(LEASE)
     assert "network interface hca0 is gone" in caplog.text
@@ -290,7 +364,7 @@ def test_somebody_has_its_name(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         ip("link add hca0 type bridge")
         for _ in range(2):
             with pytest.raises(AccessError, match=r"hca0 is back as ha.*: another interface has its name now"):
@@ -310,7 +384,7 @@ def test_back_by_the_kernel_under_another_name(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         ip("link set hca0 down", workload.pid)
         move_home(workload, "dev7")
         netdevs.detach(LEASE)
@@ -330,7 +404,7 @@ def test_the_name_of_the_namespace_was_unmounted(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as workload:
-        netdevs.attach(LEASE, ["hca0"], workload.process)
+        netdevs.move(LEASE, ["hca0"], workload.process)
         subprocess.run(["umount", tmp_path / "netns" / LEASE], check=True)
         netdevs.detach(LEASE)
     assert is_up("hca0")
@@ -354,7 +428,8 @@ _DYING = """
 import os, signal, sys
 from pathlib import Path
 from hetero_agent.access import namespaces, netdev
-from hetero_agent.access.netdev import Netdevs
+from hetero_agent.access.grant import Grant
+from hetero_agent.access.grant import Grant
 from pyroute2 import IPRoute
 
 left = int(sys.argv[1])
@@ -375,9 +450,11 @@ namespaces.keep = counted(namespaces.keep)
 namespaces.let_go = counted(namespaces.let_go)
 Path.replace = counted(Path.replace)
 Path.unlink = counted(Path.unlink)
-netdevs = Netdevs(Path(sys.argv[2]))
+netdevs = netdev.Netdevs(Path(sys.argv[2]), True, lambda *_: True)
 if sys.argv[3] == "attach":
-    netdevs.attach(sys.argv[4], ["hca0"], namespaces.Process(int(sys.argv[5]), int(sys.argv[6])))
+    manifest = {"nodes": [["d", "/dev/null", "own", "char", 1, 3]], "netdevs": [["d", "hca0"]]}
+    process = namespaces.Process(int(sys.argv[5]), int(sys.argv[6]))
+    netdevs.attach(Grant(sys.argv[4], 1000, manifest), process)
 else:
     netdevs.detach(sys.argv[4])
 """
@@ -403,7 +480,7 @@ def test_killed_at_any_step_it_heals(tmp_path: Path, what: str, workload_dies: b
         pair()
         with Workload() as workload:
             if what == "detach":
-                Netdevs(directory).attach(LEASE, ["hca0"], workload.process)
+                Netdevs(directory).move(LEASE, ["hca0"], workload.process)
             died.append(dies(steps, directory, what, workload))
             if workload_dies:
                 workload.kill()
@@ -490,7 +567,7 @@ def test_netlink_costs_nobody_who_moves_nothing() -> None:
         import hetero_agent.access.choice, hetero_agent.access.hands, hetero_agent.daemon
         from hetero_agent.access.netdev import Netdevs
         from pathlib import Path
-        netdevs = Netdevs(Path("/nowhere"))
+        netdevs = Netdevs(Path("/nowhere"), True)
         assert "0" * 32 not in netdevs and netdevs.leases() == []
         netdevs.detach("0" * 32)
         assert "pyroute2" not in sys.modules

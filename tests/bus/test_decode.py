@@ -11,7 +11,7 @@ from hetero_agent.bus import decode
 from hetero_agent.bus.codec import V
 from hetero_agent.bus.decode import Wanted
 from hetero_agent.core.effects import ErrorKind, Refusal
-from hetero_agent.core.model import OnEnd, OnFault, Options, Policy, ProcessRef
+from hetero_agent.core.model import Netdev, OnEnd, OnFault, Options, Policy, ProcessRef
 
 
 def _allocation(options: dict[str, V], count: int = 1, resource: str = "a.b/c") -> decode.Request:
@@ -35,6 +35,7 @@ def test_every_option() -> None:
         "wait": V("u", 0),
         "on-fault": V("s", "kill"),
         "on-end": V("s", "kill"),
+        "netdev": V("s", "move"),
     }
     assert options.keys() == decode.OPTIONS.keys()
     found = _allocation(options, 2)
@@ -49,6 +50,7 @@ def test_every_option() -> None:
         confirm_within=30_000_000,
         on_fault=OnFault.KILL,
         on_end=OnEnd.KILL,
+        netdev=Netdev.MOVE,
     )
     assert found.binding == Wanted(7, "job@1.service", True, 5_000_000)
     assert found.plain["request-id"] == "r"
@@ -81,6 +83,7 @@ def test_no_options_are_the_defaults() -> None:
         ({"unit": V("s", "../etc")}, "unit: '../etc' is not the full name of a unit"),
         ({"unit": V("s", "job")}, "unit: 'job' is not the full name of a unit"),
         ({"on-end": V("s", "burn")}, "on-end: 'burn' is not one of wait, kill"),
+        ({"netdev": V("s", "burn")}, "netdev: 'burn' is not one of keep, move"),
         ({"devices": V("as", ["a", "a"])}, "devices: one is named twice"),
         ({"devices": V("as", ["a"] * 65)}, "devices: at most 64"),
         ({"devices": V("as", ["a", "b", "c"])}, "devices: 3 named for a count of 2"),

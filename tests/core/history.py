@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero_agent.core.effects import (
+    AttachAccess,
     Effect,
     ErrorKind,
     Outcome,
@@ -30,6 +31,7 @@ from hetero_agent.core.effects import (
     Terminate,
 )
 from hetero_agent.core.events import (
+    AccessAttached,
     AccessFailed,
     AccessPrepared,
     AccessRenewed,
@@ -65,7 +67,9 @@ from hetero_agent.core.model import (
     DeviceRecord,
     Health,
     Holder,
+    Instant,
     LeaseState,
+    Netdev,
     Node,
     Obstacle,
     OnEnd,
@@ -113,6 +117,7 @@ SHARED = "v/share"
 VIRT = "sim/virt"
 
 _CALLS = (Allocate, Confirm, Release, SetCordon, Reap)
+_WORK = (PrepareAccess, RevokeAccess, RenewAccess, AttachAccess, Terminate, StoreCordon)
 _SOON = (State.RECLAIMING, State.PROBING, State.OCCUPIED)
 
 T = TypeVar("T")
@@ -210,6 +215,8 @@ class History(RuleBasedStateMachine):
         self.proof: dict[str, int] = {}
         self.need: dict[str, int] = {}
         self.given: set[str] = set()
+        #: Where the network interfaces of leases are.
+        self.places: dict[str, ProcessRef | None] = {}
         self.pids = itertools.count(100)
         self.numbers = itertools.count(1000)
         self.crash = ""
@@ -229,10 +236,13 @@ class History(RuleBasedStateMachine):
         if self.undo:
             outcome = self._again(event, outcome, kept)
         fails, self.store_fails = self.store_fails, False
-        if fails and outcome.changes and isinstance(event, (*_CALLS, AccessPrepared)):
+        attached = isinstance(event, AccessAttached) and not event.error
+        if fails and outcome.changes and (attached or isinstance(event, (*_CALLS, AccessPrepared))):
             governor.undo()
             if isinstance(event, AccessPrepared):
                 self.do(AccessFailed(event.at, event.lease, "disk full", store=True))
+            elif isinstance(event, AccessAttached):
+                self.do(replace(event, error="disk full", store=True))
             else:
                 self.host.answers.setdefault(event.token, []).append(
                     Refuse(event.token, ErrorKind.STORE_FAILED, "")
@@ -276,7 +286,7 @@ class History(RuleBasedStateMachine):
     def _act(self, outcome: Outcome) -> None:
         """Take on the work that an outcome asks for."""
         for effect in outcome.effects:
-            if isinstance(effect, (PrepareAccess, RevokeAccess, RenewAccess, Terminate, StoreCordon)):
+            if isinstance(effect, _WORK):
                 self.work.append(effect)
             if isinstance(effect, RevokeAccess):
                 self.given.add(effect.lease)
@@ -696,6 +706,7 @@ class History(RuleBasedStateMachine):
         resource=st.sampled_from([GPU, GPU, GPU, PART, PART, SHARED, VIRT, "v/whole"]),
         count=st.sampled_from([1, 1, 1, 2, 2, 3, 4]),
         policy=st.sampled_from(list(Policy)),
+        netdev=st.sampled_from([Netdev.KEEP, Netdev.KEEP, Netdev.MOVE]),
         confirm=st.booleans(),
         ends=st.sampled_from(list(OnEnd)),
         faults=st.sampled_from(list(OnFault)),
@@ -710,6 +721,7 @@ class History(RuleBasedStateMachine):
         resource: str,
         count: int,
         policy: Policy,
+        netdev: Netdev,
         confirm: bool,
         ends: OnEnd,
         faults: OnFault,
@@ -730,6 +742,7 @@ class History(RuleBasedStateMachine):
             confirm=confirm,
             on_end=ends,
             on_fault=faults,
+            netdev=netdev,
         )
         self._ask(uid, resource, count, options)
 
@@ -852,12 +865,19 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.work)
     @rule(pick=picks, well=st.sampled_from([True, True, True, False]))
     def work_done(self, pick: int, well: bool) -> None:
-        self._work_done(self.work.pop(pick % len(self.work)), well)
+        effect = self.work[pick % len(self.work)]
+        if isinstance(effect, AttachAccess):
+            # what concerns the interfaces of one lease is done in the order in which it was wanted
+            mine = [one for one in self.work if isinstance(one, AttachAccess)]
+            effect = next(one for one in mine if one.lease.id == effect.lease.id)
+        self.work.remove(effect)
+        self._work_done(effect, well)
 
     def _work_done(self, effect: Effect, well: bool) -> None:
         at = self.host.later()
         if isinstance(effect, PrepareAccess):
             if well:
+                self.places[effect.lease.id] = effect.lease.binding.pid
                 self.do(AccessPrepared(at, effect.lease.id, {"version": 1}))
             else:
                 self.do(AccessFailed(at, effect.lease.id, "no space"))
@@ -868,6 +888,8 @@ class History(RuleBasedStateMachine):
         elif isinstance(effect, RenewAccess):
             assert effect.lease.granted
             self.do(AccessRenewed(at, effect.lease.id, "" if well else "read-only"))
+        elif isinstance(effect, AttachAccess):
+            self._attached(effect, at, well)
         elif isinstance(effect, Terminate):
             process = self.processes.get(effect.holder.pid)
             there = process is not None and effect.device in process.holds
@@ -885,6 +907,14 @@ class History(RuleBasedStateMachine):
                 self.host.store.cordons.pop(effect.place, None)
                 self.cordoned.pop(effect.place, None)
             self.do(CordonStored(at, effect.token, "" if well else "read-only"))
+
+    def _attached(self, effect: AttachAccess, at: Instant, well: bool) -> None:
+        """The interfaces are where they were wanted; or on the host, as after every failure."""
+        lease = effect.lease
+        assert lease.granted
+        assert lease.netdev is Netdev.MOVE
+        self.places[lease.id] = effect.process if well else None
+        self.do(AccessAttached(at, lease.id, effect.process, "" if well else "it is a member of bridge br0"))
 
     @rule(pick=picks)
     def touch(self, pick: int) -> None:
@@ -953,6 +983,7 @@ class History(RuleBasedStateMachine):
         self.processes.clear()
         self.provider = False
         self.given.clear()
+        self.places.clear()
         for table in (self.work, self.scans, self.asked, host.answers, self.need, self.proof):
             table.clear()
         host.boot, host.offset = 5 * SECOND, before.real + 20 * SECOND
@@ -979,6 +1010,7 @@ class History(RuleBasedStateMachine):
         self._the_store_agrees()
         self._alarms_are_set()
         self._one_answer_each()
+        self._interfaces_are_where_they_belong()
 
     def _devices_and_leases_agree(self) -> None:
         governor = self.host.governor
@@ -1093,6 +1125,18 @@ class History(RuleBasedStateMachine):
             assert asked or ("revoke", lease_id) in world._due, "nobody takes back what it gave"
             assert asked or one.error
         assert len(world._alarms) <= 4 * len(world._due) + 64
+
+    def _interfaces_are_where_they_belong(self) -> None:
+        """Those of a lease are with the process that it is bound to, unless that is being seen to."""
+        for lease in self.host.governor.leases.values():
+            if lease.netdev is not Netdev.MOVE or not lease.alive or not lease.granted:
+                continue
+            assert not lease.confirmed or lease.binding.pid is not None
+            if any(isinstance(work, AttachAccess) and work.lease.id == lease.id for work in self.work):
+                continue
+            waiting = lease.id in self.host.governor.grants.attachments._waiting
+            assert not waiting, "a Confirm waits for nobody"
+            assert self.places[lease.id] in (lease.binding.pid, None)
 
     def _one_answer_each(self) -> None:
         for token, answers in self.host.answers.items():

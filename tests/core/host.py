@@ -495,6 +495,7 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "news": grants._news,
         "within": grants._within,
         "parked": grants._parked,
+        "attaching": grants.attachments._waiting,
         "known": returns._known,
         "strangers": returns._strangers,
         "signals": returns._signals,
