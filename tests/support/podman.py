@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +25,15 @@ _DIRECTORIES = ("usr", "proc", "sys", "dev", "etc", "run", "tmp")
 
 #: An image that asks for every device of its vendor, as vendors' own images do.
 IMAGE = "localhost/greedy"
+
+#: With what every container is made.  The limits of the host may be higher than a runtime may set.
+MADE_WITH = (
+    "--network=none",
+    "--log-driver=none",
+    "--ulimit=nofile=1024:4096",
+    "--ulimit=nproc=4096:4096",
+    "--volume=/usr:/usr:ro",
+)
 
 # A mount namespace in which nothing of the host's is touched.  The device controller must be there
 # to have containers kept to their devices; where no group hierarchy is, it is made here.
@@ -97,24 +108,36 @@ class Podman:
         }
         home = ["env", f"HOME={self.directory}", f"XDG_RUNTIME_DIR={self.directory}"]
         given = (f"--{name}={value}" for name, value in options.items())
-        return [*self._entering, *as_user(self.uid), *home, "podman", *given]
+        return [*self._entering, *as_user(self.uid), *home, "/usr/bin/podman", *given]
+
+    @property
+    def program(self) -> str:
+        """A script that is this podman."""
+        return f'#!/bin/sh\nexec {shlex.join(self._command)} "$@"\n'
 
     def __call__(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run podman with WORDS to its end."""
+        return self.call([*self._command, *words], timeout)
+
+    def call(
+        self, command: Sequence[str], timeout: float = 60, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run COMMAND, which may start containers, to its end."""
         # conmon keeps what it inherits: its output must be no pipe that is read to the end
         with (self.directory / "out").open("w+") as out, (self.directory / "err").open("w+") as err:
             done = subprocess.run(
-                [*self._command, *words],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 cwd="/",
+                env=env,
                 timeout=timeout,
                 check=False,
             )
             out.seek(0)
             err.seek(0)
-            return subprocess.CompletedProcess(words, done.returncode, out.read(), err.read())
+            return subprocess.CompletedProcess(command, done.returncode, out.read(), err.read())
 
     def ok(self, *words: str) -> str:
         """Run podman with WORDS, which must succeed; return what it printed."""
@@ -124,17 +147,8 @@ class Podman:
 
     @staticmethod
     def create(*words: str) -> list[str]:
-        """The arguments with which a container of the image runs WORDS' command; options before it."""
-        return [
-            "run",
-            "--network=none",
-            "--log-driver=none",
-            # the limits of the host are higher than this one may have under some runtimes
-            "--ulimit=nofile=1024:4096",
-            "--ulimit=nproc=4096:4096",
-            "--volume=/usr:/usr:ro",
-            *words,
-        ]
+        """The arguments with which a container is made; WORDS are options, the image and its command."""
+        return ["run", *MADE_WITH, *words]
 
     def run(self, *options: str, script: str) -> subprocess.CompletedProcess[str]:
         """Run SCRIPT (sh) in a container made with OPTIONS to its end."""
