@@ -292,8 +292,6 @@ class Engine:
                 AccessFailed(event.at, event.lease, f"the ledger can't be written: {error}", store=True)
             )
         elif isinstance(event, AccessAttached):
-            if event.store:
-                return  # nor can that it was refused
             self._process(replace(event, error=f"the ledger can't be written: {error}", store=True))
         elif isinstance(event, _CALLS):
             text = f"the ledger can't be written ({error}); nothing was changed, try again later"
