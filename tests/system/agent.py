@@ -23,6 +23,7 @@ _OPTION_TYPES = {
     "devices": "as",
     "label": "s",
     "on-end": "s",
+    "owner-uid": "u",
     "pid": "u",
     "ttl": "t",
     "unit": "s",
