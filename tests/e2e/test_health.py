@@ -161,6 +161,31 @@ def test_a_probe_that_fails_is_a_doubt_that_is_counted_then_a_fault_then_over() 
 
 
 @in_own_mounts
+def test_a_flapping_device_stays_away_longer_and_says_why() -> None:
+    with node(A) as one:
+        config = Path(f"/sys/devices/pci0000:00/{A}/config")
+        for _ in range(4):
+            one.member.wait_for_device(A, State="idle", Health="healthy")
+            config.write_bytes(b"\xff\xff\xff\xff")
+            one.member.wait_for_device(A, State="faulty")
+            config.write_bytes(b"\x52\x1e\x1e\x40")
+        device = one.member.wait_for_device(A, Health="suspect", State="idle")
+        assert device["Reason"] == (
+            "was unhealthy (off the bus: its config space reads 0xffff); flapping: 4 times within 10 min, "
+            "so 6 good probes in a row are needed"
+        )
+        # neither counted nor granted, and those who ask are told why
+        assert one.allocatable() == 0
+        with pytest.raises(CallError, match="flapping: 4 times"):
+            one.member.allocate("r1", RESOURCE, 1)
+        explained, _ = one.member.manager("Explain", "sua{sv}", RESOURCE, 1, {})
+        assert "flapping" in str(explained)
+        assert "flapping: 4 times" in one.agent.log
+        one.member.wait_for_device(A, Health="healthy", timeout=20)
+        assert one.allocatable() == 1
+
+
+@in_own_mounts
 def test_a_blip_goes_through_no_report_and_a_request_meanwhile_waits() -> None:
     with node(A, extra=HEALTH.replace("0.15", "0.8")) as one:
         config = Path(f"/sys/devices/pci0000:00/{A}/config")
