@@ -10,7 +10,6 @@ import argparse
 import os
 import pwd
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hetero_agent.cli import exitcodes
@@ -163,7 +162,8 @@ def unit_rules(service: Mapping[str, Any], ours: Sequence[str]) -> Rules:
 
 def _recorded(path: str) -> list[str]:
     try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib costs startup)
+            return file.read().splitlines()
     except FileNotFoundError:
         return []
 
@@ -194,7 +194,8 @@ def _own_unit() -> str:
 def _own_cgroup() -> str:
     """This process's group in systemd's hierarchy, or in the only one (cgroups(7))."""
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            lines = file.read().splitlines()
     except OSError:
         return ""
     fields = [line.split(":", 2) for line in lines]

@@ -59,6 +59,45 @@ def build() -> Path:
     return root
 
 
+#: Runs in a mount namespace of its own: apt in BASE, which writes into UPPER.
+_ADD = """
+set -eu
+base=$1 upper=$2 work=$3 root=$4
+shift 4
+mount -t overlay overlay -o "lowerdir=$base,upperdir=$upper,workdir=$work" "$root"
+mount -t proc proc "$root/proc"
+mount -t tmpfs none "$root/run"
+cp /etc/resolv.conf "$root/run/resolv.conf"
+touch "$root/etc/resolv.conf"
+mount --bind "$root/run/resolv.conf" "$root/etc/resolv.conf"
+export DEBIAN_FRONTEND=noninteractive
+chroot "$root" apt-get --quiet update
+chroot "$root" apt-get --quiet --assume-yes --no-install-recommends install "$@"
+rm -rf "$root"/var/lib/apt/lists/* "$root"/var/cache/apt/*.bin "$root"/var/cache/apt/archives/*.deb
+"""
+
+
+def layer(base: Path, *more: str) -> Path:
+    """Return a layer to lie on BASE in which apt has installed MORE packages, for those few tests that
+    need them; make it if it is not there.  Raises CalledProcessError."""
+    name = hashlib.sha256("\n".join([base.name, *more]).encode()).hexdigest()[:16]
+    upper = CACHE / f"{SUITE}-layer-{name}"
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not upper.exists():
+            fresh, work, root = (CACHE / f"{upper.name}.{one}" for one in ("new", "work", "root"))
+            for path in (fresh, work, root):
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+            words = [str(path) for path in (base, fresh, work, root)]
+            command = ["unshare", "--mount", "sh", "-c", _ADD, "layer", *words, *more]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=600, capture_output=True)
+            shutil.rmtree(work)
+            root.rmdir()
+            fresh.rename(upper)
+    return upper
+
+
 def _sources() -> list[str]:
     facts = Path("/etc/os-release").read_text()
     if f"VERSION_CODENAME={SUITE}" not in facts.splitlines():
