@@ -10,6 +10,7 @@ does is in access/hands.py, and what it has done in records of its own, which un
 from __future__ import annotations
 
 import argparse
+import contextlib
 import grp
 import json
 import logging
@@ -63,8 +64,10 @@ class Helper:
         self._places = places
         self._owners = owners
         self._read: object = None
-        self._hands: Hands
-        self._netdevs: Netdevs
+        self._hook = confirming(names.SYSTEM_BUS, sys.executable)
+        # enough to undo: that needs no configuration, and so works with any
+        self._hands = Hands(places.records, None, False, self._hook)
+        self._netdevs = Netdevs(places.records, False)
         self._rules: verify.Rules
 
     def serve(self, listener: socket.socket, idle: float) -> None:
@@ -116,8 +119,7 @@ class Helper:
 
     def _do(self, request: bytes) -> None:
         what, lease, process = _parse(request)
-        grants = self._places.runtime / grantfile.DIRECTORY
-        if what in ("prepare", "attach") or self._read is None:
+        if what in ("prepare", "attach"):
             self._configure()
         if what == "attach":
             self._netdevs.attach(self._grant(lease), process)
@@ -134,12 +136,14 @@ class Helper:
         return verify.check(grantfile.read(grants, lease, self._owners), self._rules)
 
     def _sweep(self, live: Collection[str]) -> None:
+        # files that no record knows are looked for where the configuration says, if it does
+        with contextlib.suppress(AccessError):
+            self._configure()
         away = [lease for lease in self._netdevs.leases() if lease not in live]
         each(lambda: self._netdevs.detach(*away), lambda: self._hands.sweep(live))
 
     def undo_all(self) -> None:
         """Undo all that is recorded.  Raises AccessError."""
-        self._configure()
         self._sweep(())
 
     def _configure(self) -> None:
@@ -156,8 +160,7 @@ class Helper:
         for problem in known.problems:
             log.warning("%s", problem)
         directory = specifications(settings.access, places.runtime)
-        hook = confirming(names.SYSTEM_BUS, sys.executable)
-        self._hands = Hands(places.records, directory, settings.access.acl, hook)
+        self._hands = Hands(places.records, directory, settings.access.acl, self._hook)
         self._netdevs = Netdevs(places.records, settings.access.move_netdevs)
         self._rules = rules_of(known, settings)
         self._read = seen

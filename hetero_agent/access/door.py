@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from hetero_agent.access.grant import Grant
-from hetero_agent.access.manifest import AccessError, build
+from hetero_agent.access.manifest import AccessError, UnansweredError, build
 from hetero_agent.access.namespaces import Process
 from hetero_agent.core.model import DeviceRecord, Lease, Netdev, Node, ProcessRef
 from hetero_agent.text import printable
@@ -117,8 +117,11 @@ class Door:
                 await self._doer.prepare(grant)
                 if lease.netdev is Netdev.MOVE:
                     await self._doer.attach(grant, _process(lease.binding.pid))
+            except UnansweredError:
+                # whoever makes it would not answer to this either: the lease's end has it undone
+                raise
             except AccessError:
-                # half of it may be there, and whoever makes it may not know that it is not wanted
+                # half of it may be there
                 with contextlib.suppress(AccessError):
                     await self._doer.revoke(lease.id)
                 raise

@@ -38,6 +38,10 @@ def each(*steps: Callable[[], None]) -> None:
         raise AccessError("; ".join(problems[:3]))
 
 
+class UnansweredError(AccessError):
+    """Nobody said whether it was done: it may be, or will be yet."""
+
+
 def build(
     lease: Lease,
     records: Sequence[DeviceRecord],

@@ -17,7 +17,7 @@ from typing import Final
 
 from hetero_agent.access.grant import Grant
 from hetero_agent.access.grantfile import GrantFiles
-from hetero_agent.access.manifest import AccessError
+from hetero_agent.access.manifest import AccessError, UnansweredError
 from hetero_agent.access.namespaces import Process
 from hetero_agent.text import printable
 
@@ -116,10 +116,10 @@ class Remote:
                 answer = await self._exchange(data)
         except TimeoutError as error:
             self._unreachable = f"the access helper does not answer within {self.deadline:g} s: {_RESTART}"
-            raise AccessError(self._unreachable) from error
+            raise UnansweredError(self._unreachable) from error
         except OSError as error:
             self._unreachable = f"the access helper can't be reached ({error.strerror}): {_RESTART}"
-            raise AccessError(self._unreachable) from error
+            raise UnansweredError(self._unreachable) from error
         self._unreachable = ""
         try:
             result = json.loads(answer)

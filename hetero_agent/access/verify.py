@@ -39,6 +39,7 @@ _KEYS: Final = {
     "version", "lease", "resource", "devices", "nodes", "mounts", "env", "env-filtered", "groups",
     "limits", "netdevs", "confirm-by", "confirm-by-boottime",
 }  # fmt: skip
+_ROLES: Final = frozenset(one.value for one in Role)
 _OURS: Final = frozenset({LEASE_VARIABLE, DEVICES_VARIABLE, COUNT_VARIABLE})
 _LIMIT: Final = re.compile(r"[a-z]{1,16}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -136,7 +137,7 @@ def _node(row: object, rules: Rules, groups: set[int]) -> bool:
     _text(device, names.DEVICE_ID, "device of a node")
     if not isinstance(path, str) or os.path.normpath(path) != path or not is_printable(path, 2, 255):
         _refuse("node", f"{printable(path)} is not a plain path")
-    if role not in {one.value for one in Role}:
+    if not isinstance(role, str) or role not in _ROLES:
         _refuse(f"node {path}", "has no role")
     _number(major, 2**32 - 1, "major")
     _number(minor, 2**32 - 1, "minor")
