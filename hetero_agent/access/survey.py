@@ -131,7 +131,7 @@ class Survey:
                 self._problem = str(error)
                 continue
             self._problem = ""
-            for device in due:
+            for device in sorted(due):
                 self._compare(device, found.get(device, ()))
 
     async def _look(self, devices: Iterable[str]) -> dict[str, list[NodeAccess]]:

@@ -19,7 +19,7 @@ from hetero_agent.access import door as module
 from hetero_agent.access.door import Door
 from hetero_agent.core.model import DeviceRecord, Instant, Lease, LeaseState, RequestKey
 from tests.discovery.hosts import HOSTS
-from tests.discovery.observe import enumerate_once
+from tests.discovery.observe import enumerate_once, watching
 from tests.support.umock import bed, in_umockdev
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -92,3 +92,22 @@ def test_records_and_manifests(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_every_golden_file_has_its_host() -> None:
     assert {path.stem for path in GOLDEN.glob("*.json")} == set(HOSTS)
+
+
+@in_umockdev()
+def test_nodes_that_are_meant_to_be_everybodys() -> None:
+    """NVIDIA's and those of its MIG instances, by the profile; those of DRM are none of them."""
+
+    async def body() -> frozenset[str]:
+        async with watching() as seen:
+            return seen.source.open_to_all
+
+    with bed() as mock:
+        HOSTS["nvidia-mig"](mock)
+        found = asyncio.run(body())
+        records = enumerate_once()
+    instances = {node.path for one in records.values() for node in one.own_nodes if one.parent}
+    assert instances
+    assert instances <= found
+    assert any(path.startswith("/dev/nvidia") and path[-1].isdecimal() for path in found - instances)
+    assert not any("/dri/" in path for path in found - instances)
