@@ -24,9 +24,11 @@ HOOK_TIMEOUT: Final = 10
 _NODE_MODE: Final = 0o666
 
 #: What the vendors' own runtimes take as "add nothing", whatever the image asks for by ENV.
-#: NVIDIA Container Toolkit, "Environment variables"; MindCluster, "Ascend Docker Runtime";
-#: Habana's runtime is a fork of NVIDIA's.
-_VOID: Final = {
+#: ROCm/container-toolkit, docs/container-runtime/docker-compose.rst; MindCluster, "Ascend Docker
+#: Runtime"; HabanaAI/habana-container-runtime, cmd/habana-container-runtime-hook/container_config.go;
+#: NVIDIA Container Toolkit, "Environment variables".
+_NOTHING: Final = {
+    "AMD_VISIBLE_DEVICES": "none",
     "ASCEND_VISIBLE_DEVICES": "void",
     "HABANA_VISIBLE_DEVICES": "void",
     "NVIDIA_VISIBLE_DEVICES": "void",
@@ -98,7 +100,7 @@ def spec(manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
 def _variables(manifest: Mapping[str, Any]) -> dict[str, str]:
     """What a program in a container goes by: only the lease's devices can be seen there."""
     return {
-        **_VOID,
+        **_NOTHING,
         "HETERO_RESOURCE": manifest["resource"],
         **manifest["env"],
         **manifest["env-filtered"],

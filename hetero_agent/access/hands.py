@@ -82,8 +82,20 @@ class Hands:
                     self.revoke(lease)
                 except AccessError as error:
                     problems.append(f"lease {lease}: {error}")
+        problems += self._sweep_strays(live)
         if problems:
             raise AccessError("; ".join(problems[:3]))
+
+    def _sweep_strays(self, live: Collection[str]) -> list[str]:
+        """Remove specifications that no record knows: a container could be made with one."""
+        if self._specifications is None:
+            return []
+        try:
+            for lease in cdi.listed(self._specifications).difference(live, self._records):
+                cdi.remove(self._specifications, lease)
+        except OSError as error:
+            return [_says(error)]
+        return []
 
     def _make(self, grant: Grant, before: Made | None) -> None:
         if before is not None and before.uid != grant.uid:

@@ -21,6 +21,7 @@ import pytest
 from hetero_agent import cdispec
 from hetero_agent.access import cdi
 from hetero_agent.access.grant import Grant
+from hetero_agent.access.hands import Hands
 
 DATA = Path(__file__).parent / "data" / "cdi"
 GOLDEN = Path(__file__).parents[1] / "discovery" / "golden"
@@ -119,6 +120,7 @@ def test_word_for_word() -> None:
                 "name": LEASE,
                 "containerEdits": {
                     "env": [
+                        "AMD_VISIBLE_DEVICES=none",
                         "ASCEND_VISIBLE_DEVICES=void",
                         "HABANA_VISIBLE_DEVICES=void",
                         "HARD=a 'b' \"c\"=\n",
@@ -341,3 +343,14 @@ def test_no_reader_sees_half_a_file(tmp_path: Path) -> None:
         threading.excepthook = monkey
     assert failures == []
     assert seen == []
+
+
+def test_a_specification_that_no_record_knows_is_swept(tmp_path: Path) -> None:
+    directory, other, stray = tmp_path / "cdi", "cd" * 16, "ef" * 16
+    hands = Hands(tmp_path / "records", directory, False, HOOK)
+    for one in (LEASE, other):
+        hands.prepare(grant(one))
+    cdi.write(directory, grant(stray), HOOK)
+    (directory / "nvidia.com-gpu.json").write_text("{}")
+    hands.sweep({LEASE})
+    assert sorted(os.listdir(directory)) == [cdi.file_name(LEASE), "nvidia.com-gpu.json"]
