@@ -75,6 +75,7 @@ _STEPS: dict[type, str] = {
     Allocate: "allocate",
     AccessPrepared: "granted",
     Confirm: "confirm",
+    AccessAttached: "attached",
     Release: "release",
     OwnerGone: "owner-gone",
 }

@@ -11,8 +11,9 @@ import signal
 from typing import Final
 
 #: The steps: a grant is decided, stored as prepared, its effects are made, then decided and
-#: stored as granted; a confirm, a release, an owner's end and a proven return likewise.
-STEPS: Final = ("allocate", "granted", "confirm", "release", "owner-gone", "expired", "return")
+#: stored as granted; a confirm (with network interfaces in two steps), a release, an owner's end and a
+#: proven return likewise.
+STEPS: Final = ("allocate", "granted", "confirm", "attached", "release", "owner-gone", "expired", "return")
 
 #: Where in a step: before the ledger has it, before the bus hears, before the reply, after it.
 STAGES: Final = ("decided", "stored", "published", "done")

@@ -122,6 +122,7 @@ def test_every_step_has_its_test() -> None:
         "allocate",
         "granted",
         "confirm",
+        "attached",  # test_network.py
         "release",
         "owner-gone",
         "expired",

@@ -1,0 +1,226 @@
+"""The whole daemon moves a device's network interface for a lease: mocked hardware, a real interface.
+
+The agent's host is a network namespace of the test's own; the workload is a process in another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_agent import faultpoints, names
+from tests.support.agent import CONFIG, AgentProcess
+from tests.support.bus import PrivateBus
+from tests.support.calls import CallError, Client, V
+from tests.support.fakesys import FakeSys
+from tests.support.network import Workload, ip, is_up, links
+from tests.support.under import run_under
+from tests.support.wait import wait_until
+
+DEVICE = "0000:3b:00.0"
+RESOURCE = "example.com/nic"
+MOVE = {"netdev": V("s", "move")}
+
+PROFILE = """
+schema = 1
+resource = "example.com/nic"
+priority = 60
+[[match]]
+vendors = ["1e52"]
+classes = ["1200"]
+[[nodes]]
+subsystem = "accel"
+pattern = "accel*"
+role = "own"
+required = true
+[attributes]
+net = { name-of = "net", all = true }
+"""
+
+in_a_host = run_under("unshare", "--net", "--mount", "--propagation", "private")
+
+
+class Host:
+    """A host with an accelerator, its interface ``hca0``, and an agent that may move it."""
+
+    def __init__(self, may: bool = True, env: Mapping[str, str] | None = None) -> None:
+        path = FakeSys().npu(DEVICE)
+        child = path / "net/hca0"
+        child.mkdir(parents=True)
+        (child / "uevent").write_text("INTERFACE=hca0\nIFINDEX=2\n")
+        Path("/sys/class/net").mkdir()
+        (child / "subsystem").symlink_to("/sys/class/net")
+        Path("/sys/class/net/hca0").symlink_to(child)
+        ip("link add hca0 type veth peer name wire0")
+        ip("link set wire0 up")
+        ip("link set hca0 up")
+        self.bus = PrivateBus()
+        config = CONFIG + ("\n[access]\nmove-netdevs = true\n" if may else "")
+        self.agent = AgentProcess(self.bus, config=config, profiles={"nic.toml": PROFILE}, sources="kernel")
+        self.agent.start(env)
+        self.root = Client(self.bus)
+        self.root.wait_for_device(DEVICE, State="idle", Health="healthy")
+
+    def bound(self, workload: Workload) -> dict[str, V]:
+        return {"pid": V("u", workload.pid)}
+
+    def records(self) -> list[str]:
+        return [str(one) for one in (self.agent.runtime / "access").rglob("*") if not one.is_dir()]
+
+    def close(self) -> None:
+        self.root.close()
+        self.agent.close()
+        self.bus.close()
+
+
+@contextlib.contextmanager
+def host(**more: Any) -> Iterator[Host]:
+    one = Host(**more)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def is_back(host: Host) -> None:
+    """All is as it was before any lease."""
+    host.root.wait_for_device(DEVICE, State="idle")
+    assert is_up("hca0")
+    assert links().keys() == {"hca0", "wire0"}
+    assert host.records() == []
+    assert "nsfs" not in Path("/proc/self/mountinfo").read_text()
+
+
+@in_a_host
+def test_confirmed_it_is_with_the_workload_and_released_on_the_host() -> None:
+    with host() as it, Workload() as workload:
+        lease, manifest = it.root.allocate("r1", RESOURCE, options=MOVE)
+        assert manifest["netdevs"] == [[DEVICE, "hca0"]]
+        assert is_up("hca0")
+        it.root.confirm("r2", lease, it.bound(workload))
+        assert links().keys() == {"wire0"}
+        assert is_up("hca0", workload.pid)
+        it.root.release("r3", lease)
+        it.root.wait_for_device(DEVICE, State="idle")
+        assert links(workload.pid) == {}
+        is_back(it)
+
+
+@in_a_host
+def test_the_end_of_the_workload_brings_it_back() -> None:
+    with host() as it, Workload() as workload:
+        options = {**MOVE, **it.bound(workload), "confirm": V("b", True)}
+        lease, _ = it.root.allocate("r1", RESOURCE, options=options)
+        assert is_up("hca0", workload.pid)
+        ip("link set hca0 down", workload.pid)
+        ip("link set hca0 name mine0", workload.pid)
+        workload.kill()
+        is_back(it)
+        assert it.root.wait_for_signal(names.MANAGER, "LeaseEnded").body == (lease, "owner-gone")
+
+
+@in_a_host
+def test_the_agent_dies_and_the_workload_while_it_is_away() -> None:
+    with host() as it, Workload() as workload:
+        lease, _ = it.root.allocate("r1", RESOURCE, options=MOVE)
+        it.root.confirm("r2", lease, it.bound(workload))
+        it.root.close()
+        it.agent.signal(signal.SIGKILL)
+        it.agent.wait()
+        assert is_up("hca0", workload.pid)
+        it.agent.start()
+        it.root = Client(it.bus)
+        it.root.wait_for_device(DEVICE, State="in-use")
+        assert is_up("hca0", workload.pid)
+        it.root.close()
+        it.agent.signal(signal.SIGKILL)
+        it.agent.wait()
+        workload.kill()
+        assert links().keys() == {"wire0"}
+        it.agent.start()
+        it.root = Client(it.bus)
+        is_back(it)
+
+
+@pytest.mark.parametrize("stage", faultpoints.STAGES)
+@pytest.mark.parametrize("step", ["confirm", "attached"])
+@in_a_host
+def test_killed_at_every_step_of_a_confirm(step: str, stage: str) -> None:
+    with host(env={"HETERO_FAULT_POINT": f"{step}:{stage}"}) as it, Workload() as workload:
+        lease, _ = it.root.allocate("r1", RESOURCE, options=MOVE)
+        with contextlib.suppress(CallError):
+            it.root.confirm("r2", lease, it.bound(workload))
+        wait_until(lambda: not it.agent.running(), what="the end at the fault point")
+        it.agent.start()
+        it.root.wait_for_device(DEVICE)
+        confirmed = it.root.properties(lease, names.LEASE)["State"] == "active"
+        if confirmed:
+            assert is_up("hca0", workload.pid)
+        else:
+            # nobody was told that it is there
+            wait_until(lambda: "hca0" in links() and is_up("hca0"), what="hca0 on the host")
+        # who asks again gets what was asked
+        it.root.confirm("r2", lease, it.bound(workload))
+        assert is_up("hca0", workload.pid)
+        workload.kill()
+        is_back(it)
+
+
+@in_a_host
+def test_what_the_host_needs_is_not_granted() -> None:
+    with host() as it:
+        ip("link add bridge0 type bridge")
+        ip("link set hca0 master bridge0")
+        with pytest.raises(CallError) as caught:
+            it.root.allocate("r1", RESOURCE, options=MOVE)
+        assert caught.value.name == "Unavailable"
+        assert "network interface hca0 can't be moved: it is a member of bridge bridge0" in caught.value.text
+        it.root.wait_for_device(DEVICE, State="idle")
+        assert it.records() == []
+        # who leaves it where it is, may have the device
+        it.root.allocate("r2", RESOURCE)
+
+
+@in_a_host
+def test_a_confirm_that_fails_changes_nothing() -> None:
+    with host() as it, Workload() as workload:
+        lease, _ = it.root.allocate("r1", RESOURCE, options=MOVE)
+        ip("address add 192.0.2.1/24 dev hca0")
+        with pytest.raises(CallError) as caught:
+            it.root.confirm("r2", lease, it.bound(workload))
+        assert "the host has the address 192.0.2.1/24 on it" in caught.value.text
+        assert caught.value.text.endswith("the lease is as it was")
+        assert it.root.properties(lease, names.LEASE)["State"] == "pending"
+        assert is_up("hca0")
+        with pytest.raises(CallError, match="bind a pid"):
+            it.root.confirm("r3", lease)
+        ip("address flush dev hca0")
+        it.root.confirm("r4", lease, it.bound(workload))
+        assert is_up("hca0", workload.pid)
+
+
+@in_a_host
+def test_a_device_is_not_free_before_its_interface_is_back() -> None:
+    with host() as it, Workload() as workload:
+        lease, _ = it.root.allocate("r1", RESOURCE, options=MOVE)
+        it.root.confirm("r2", lease, it.bound(workload))
+        ip("link add hca0 type bridge")
+        it.root.release("r3", lease)
+        it.root.wait_for_device(DEVICE, State="reclaiming", Reason="access-not-revoked")
+        assert links(workload.pid) == {}
+        wait_until(lambda: "another interface has its name now" in it.agent.log, what="the reason in the log")
+        ip("link delete hca0")
+        is_back(it)
+
+
+@in_a_host
+def test_nothing_moves_unless_the_configuration_says_so() -> None:
+    with host(may=False) as it:
+        with pytest.raises(CallError, match="network interfaces are not moved on this host: move-netdevs"):
+            it.root.allocate("r1", RESOURCE, options=MOVE)
+        it.root.wait_for_device(DEVICE, State="idle")
