@@ -18,13 +18,14 @@ GUEST: Final = Path(__file__).with_name("guest")
 
 #: Modules that the guest has, with those that they need.
 MODULES: Final = (
-    "virtio_pci", "virtio_blk", "virtio_console", "virtio_net", "virtio-gpu", "nvme", "i2c-i801", "i2c-dev",
-    "rdma_rxe", "crc32_generic", "vgem", "aer_inject", "ext4", "crc32c_generic", "autofs4", "binfmt_misc",
-    "efi-pstore", "configfs", "af_packet", "ipv6", "dmi-sysfs", "fuse",
+    "uio_pci_generic", "virtio_pci", "virtio_blk", "virtio_console", "virtio_net", "virtio-gpu", "nvme",
+    "i2c-i801", "i2c-dev", "rdma_rxe", "crc32_generic", "vgem", "aer_inject", "ext4", "crc32c_generic",
+    "autofs4", "binfmt_misc", "efi-pstore", "configfs", "af_packet", "ipv6", "dmi-sysfs", "fuse",
 )  # fmt: skip
 
-#: Modules that the initrd loads to find the root file system.
-_EARLY: Final = ("virtio_pci", "virtio_blk", "crc32c_generic", "ext4")
+#: Modules that the initrd loads to find the root file system; before them the accelerator's driver, since
+#: of two that a device fits the first one gets it.
+_EARLY: Final = ("uio_pci_generic", "virtio_pci", "virtio_blk", "crc32c_generic", "ext4")
 
 #: Units that cost time under emulation and serve nobody in the guest.
 _MASKED: Final = (

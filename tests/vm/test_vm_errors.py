@@ -39,7 +39,7 @@ def count(vm: Machine, kind: str) -> int:
 def leased(vm: Machine) -> tuple[Machine, str]:
     """A machine whose accelerator is leased and held, and the lease."""
     lease, _ = vm.allocate("r1", "lab.test/accelerator", confirm="b true")
-    vm.confirm("r2", lease, vm.hold("/dev/vdb", "holder"))
+    vm.confirm("r2", lease, vm.hold("/dev/uio0", "holder"))
     return vm, lease
 
 
