@@ -33,8 +33,24 @@ def register(verbs: Verbs) -> None:
 async def oci_hook(client: Client, args: argparse.Namespace, _: Printer) -> int:
     """Confirm the lease with the container's first process."""
     pid = container_pid(sys.stdin.buffer.read(_LARGEST))
+    await _refuse_if_lost(client, args.lease)
     await client.confirm(args.lease, pid=pid)
     return exitcodes.OK
+
+
+async def _refuse_if_lost(client: Client, name: str) -> None:
+    """Raise Complaint if a device of the lease was unplugged: what is found under the names of its
+    nodes by now is another, or the same in the hands of another lease."""
+    from hetero_agent.cli.complaints import Complaint  # noqa: PLC0415
+    from hetero_agent.client.errors import NotFound  # noqa: PLC0415
+
+    try:
+        lease = await client.lease(name)
+    except NotFound:
+        return  # confirm knows what became of it
+    if lease.lost:
+        cause = f"the lease has lost {', '.join(lease.lost)}: unplugged, or without its driver"
+        raise Complaint(exitcodes.LEASE_LOST, cause, (), "release it and allocate anew", "LeaseLost")
 
 
 def container_pid(data: bytes) -> int:

@@ -248,6 +248,23 @@ def test_a_lease_that_ends_while_the_container_is_made(station: Station) -> None
     assert "started" not in done.stdout
 
 
+def test_a_lease_that_lost_a_device_starts_no_container(station: Station) -> None:
+    """The device is back and anybody's, under the names that the specification has."""
+    lease = station.lease("-r", RESOURCE, "-n", "2", "--confirm")
+    kept = station.vendor.devices["npu-0"]
+    station.vendor.remove("npu-0")
+    station.root.wait_for_device("npu-0", State="lost")
+    station.vendor.devices["npu-0"] = kept
+    station.vendor.report()
+    station.root.wait_for_device("npu-0", State="idle")
+    done = station.podman.run(device(lease), script="echo started")
+    assert done.returncode == 126
+    assert "the lease has lost npu-0" in done.stderr
+    assert "started" not in done.stdout
+    # nor is the lease the worse for it
+    station.root.wait_for_device("npu-1", State="in-use")
+
+
 def test_without_the_agent_no_container_starts(own: Station) -> None:
     lease = own.lease("-r", CONSOLES)
     own.agent.kill9()
