@@ -11,9 +11,11 @@ import posix1e
 import pytest
 
 from hetero_agent import names
-from tests.support.process import PYTHON
+from tests.support.process import PYTHON, ROOT
+from tests.system import confinement
 from tests.system.accelerators import RESOURCE, Accelerators
-from tests.system.agent import UNIT, Agent
+from tests.system.agent import UNIT, Agent, Refused
+from tests.system.conftest import CONFIG
 from tests.system.machine import Machine
 
 HELPER = "hetero-agent-access.service"
@@ -21,6 +23,8 @@ SOCKET = "hetero-agent-access.socket"
 
 #: nobody: neither root nor the agent, and in no group but that of the callers.
 USER = 65534
+#: bin: neither as well; the bus turns away uids that the user database lacks.
+OTHER = 2
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +177,160 @@ def test_what_was_left_of_leases_that_are_no_more_is_swept_at_the_start(
     machine.wait(lambda: entries(machine, one.node) == set(), 10, "no entry of the lost lease")
     assert specifications(machine) == []
     assert records(machine) == set()
+
+
+def test_two_leases_of_a_user_and_one_of_another(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    first, second = hardware.plug(2)
+    helped.wait_states({first.id: "idle", second.id: "idle"})
+    mine = helped.allocate(RESOURCE, uid=USER, groups=[group], devices=[first.id])
+    others = helped.allocate(RESOURCE, uid=OTHER, groups=[group], devices=[second.id])
+    assert (entries(machine, first.node), entries(machine, second.node)) == ({USER}, {OTHER})
+    assert not opened(machine, second.node)
+    helped.release(mine)
+    helped.wait_states({first.id: "idle", second.id: "in-use"})
+    assert (entries(machine, first.node), entries(machine, second.node)) == (set(), {OTHER})
+    helped.release(others)
+
+
+def test_udevs_events_take_nothing_away(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    helped.allocate(RESOURCE, uid=USER, groups=[group])
+    os.removexattr(machine.path(one.node), "system.posix_acl_access")
+    machine.wait(lambda: entries(machine, one.node) == {USER}, 10, "the entry made again")
+
+
+def test_a_helper_that_is_killed_all_the_time_loses_nothing(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    settings_of_helper(machine, "RestartSec=50ms")
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    for _ in range(3):
+        machine.run("systemctl", "kill", "--signal=KILL", HELPER, check=False)
+        lease = helped.allocate(RESOURCE, uid=USER, groups=[group])
+        assert entries(machine, one.node) == {USER}
+        machine.run("systemctl", "kill", "--signal=KILL", HELPER)
+        helped.release(lease)
+        helped.wait_states({one.id: "idle"}, timeout=30)
+        assert entries(machine, one.node) == set()
+    assert helped.unit("ActiveState", SOCKET) == "active"
+
+
+def test_a_helper_that_hangs_makes_the_grant_fail_and_what_it_gave_is_taken_back(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    machine.write("/etc/hetero-agent/hetero-agent.conf", CONFIG + "[grant]\neffects-timeout = 2\n")
+    helped.systemctl("reload", UNIT)
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    helped.release(helped.allocate(RESOURCE, uid=USER, groups=[group]))
+    helped.wait_states({one.id: "idle"})
+    helped.systemctl("kill", "--signal=STOP", HELPER)
+    try:
+        with pytest.raises(Refused, match="access helper does not answer"):
+            helped.allocate(RESOURCE, uid=USER, groups=[group])
+        # others are not held up, and the device is not given to anybody before all is taken back
+        assert helped.states() == {one.id: "reclaiming"}
+        machine.wait(lambda: "does not answer" in helped.unit("StatusText"), 10, "the problem in STATUS=")
+    finally:
+        helped.systemctl("kill", "--signal=CONT", HELPER)
+    helped.wait_states({one.id: "idle"}, timeout=20)
+    assert entries(machine, one.node) == set()
+    assert records(machine) == set()
+    machine.wait(lambda: "access helper" not in helped.unit("StatusText"), 10, "a status without a problem")
+
+
+def test_without_a_helper_it_is_told_and_leases_are_given(
+    helped: Agent, machine: Machine, hardware: Accelerators, group: int
+) -> None:
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    # one that is there and does not run is another matter than none
+    machine.run("systemctl", "stop", SOCKET, HELPER)
+    with pytest.raises(Refused, match=r"can't be reached.*systemctl restart hetero-agent-access.socket"):
+        helped.allocate(RESOURCE, uid=USER, groups=[group])
+    machine.path(names.ACCESS_SOCKET).unlink()
+    remedy = f"systemctl enable --now {SOCKET}"
+    machine.wait(lambda: remedy in helped.unit("StatusText"), 10, "the remedy in STATUS=")
+    done = machine.run("heteroctl", "doctor", check=False)
+    assert f"{SOCKET} is inactive" in done.stdout
+    assert remedy in done.stdout
+    machine.run("systemctl", "start", SOCKET)
+    machine.wait(lambda: remedy not in helped.unit("StatusText"), 10, "a status without it")
+    helped.wait_states({one.id: "idle"}, timeout=20)
+    machine.run("systemctl", "stop", SOCKET, HELPER)
+    machine.path(names.ACCESS_SOCKET).unlink()
+    lease = helped.allocate(RESOURCE, uid=USER, groups=[group])
+    assert entries(machine, one.node) == set()
+    helped.release(lease)
+    helped.wait_states({one.id: "idle"})
+
+
+def test_a_grant_file_that_names_memory(helped: Agent, machine: Machine, hardware: Accelerators) -> None:
+    """The agent's user was taken over, and asks for what it was never to have."""
+    (one,) = hardware.plug()
+    helped.wait_states({one.id: "idle"})
+    lease = helped.allocate(RESOURCE)
+    path = f"{names.RUNTIME_DIR}/grants/{ident(lease)}"
+    told = json.loads(machine.read(path))
+    uid = int(machine.run("id", "--user", "hetero-agent").stdout)
+    for change in _HOSTILE:
+        hostile = {**told, "uid": USER, "manifest": {**told["manifest"], **change}}
+        machine.write(path, json.dumps(hostile), mode=0o640)
+        os.chown(machine.path(path), uid, -1)
+        done = machine.run(PYTHON, "-ISc", _ASKS, ident(lease), uid=uid, groups=[_agents_group(machine)])
+        answer = json.loads(done.stdout)
+        assert answer["ok"] is False, change
+        assert "not by root's profiles and configuration" in answer["error"]
+    assert entries(machine, "/dev/null") == set()
+    (spec,) = specifications(machine)
+    assert "/etc" not in machine.read(f"{names.CDI_DIR}/{spec}").replace("/etc/cdi", "")
+
+
+def _agents_group(machine: Machine) -> int:
+    return int(machine.run("id", "--group", "hetero-agent").stdout)
+
+
+_HOSTILE: list[dict[str, object]] = [
+    {"nodes": [["npu", "/dev/null", "own", "char", 1, 3]]},
+    {"nodes": [["npu", "/dev/tty", "own", "char", 5, 0]]},
+    {"nodes": [["npu", "/etc/shadow", "own", "file", 0, 0]]},
+    {"mounts": [["/etc", "/etc", "rw"]]},
+    {"groups": [42]},
+    {"hooks": [{"hookName": "createRuntime", "path": "/bin/sh"}]},
+]
+
+#: One connection at a time is served: the agent's is left alone while it says nothing for long enough.
+_ASKS = """
+import json, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+    one.settimeout(40)
+    one.connect("/run/hetero-agent-access/socket")
+    one.send(json.dumps({"version": 1, "do": "prepare", "lease": sys.argv[1]}).encode())
+    print(one.recv(4096).decode())
+"""
+
+
+#: What is left to a helper that was taken over: what belongs to root and needs no capability.
+_LEFT = {"make a file in /dev", "read a file that only root may", "list another's descriptors"}
+
+
+def test_what_can_be_done_from_inside_the_helper(machine: Machine, hardware: Accelerators) -> None:
+    (one,) = hardware.plug()
+    shipped = (ROOT / "systemd" / HELPER).read_text().replace("[Service]", "[Service]\nStateDirectory=probe")
+    # what the attempts themselves need
+    shipped += "SystemCallFilter=memfd_create pipe pipe2\n"
+    found = confinement.attempts(machine, shipped, one.node)
+    machine.shell("rm -rf /var/lib/probe")
+    hardware.unplug()
+    victim = found.pop("the victim")
+    assert {name for name, result in found.items() if result == "ok"} == _LEFT, json.dumps(found, indent=1)
+    assert victim == "untouched"
 
 
 def settings_of_helper(machine: Machine, *lines: str) -> None:
