@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from hetero_agent import names
 from tests.system import product
-from tests.system.accelerators import RESOURCE, Accelerators
+from tests.system.accelerators import RESOURCE, Accelerator, Accelerators
 from tests.system.agent import UNIT, Agent
 from tests.system.conftest import CONFIG
 from tests.system.machine import Machine
@@ -28,20 +31,49 @@ def own(fresh: Machine) -> Agent:
     return Agent(fresh)
 
 
-def _leased(own: Agent) -> tuple[str, str, str]:
-    """Plug in an accelerator and lease it to a unit that holds it: its id, the lease, the unit."""
-    hardware = Accelerators(own.machine)
-    own.systemctl("restart", UNIT)
-    (one,) = hardware.plug()
-    own.wait_states({one.id: "idle"})
+#: nobody, who gets at a node by an entry in its ACL only.
+_USER = 65534
+
+
+@dataclass(frozen=True)
+class Leased:
+    """Two accelerators under leases: one a unit's that holds it, one a user's until it is released."""
+
+    device: str
+    job: str
+    lease: str
+    users: Accelerator
+    users_lease: str
+
+    def given(self, machine: Machine) -> tuple[bool, bool]:
+        """Whether the user's lease has a CDI file, and its node an ACL."""
+        ident = self.users_lease.rpartition("/l")[2]
+        directory = machine.path(names.CDI_DIR)
+        files = [path.name for path in directory.iterdir()] if directory.exists() else []
+        acl = "system.posix_acl_access" in os.listxattr(machine.path(self.users.node))
+        return any(ident in name for name in files), acl
+
+
+def _leased(own: Agent) -> Leased:
+    machine = own.machine
+    hardware = Accelerators(machine)
+    # the services' own views of /sys are from before
+    machine.shell(f"systemctl stop hetero-agent-access.service; systemctl restart {UNIT}")
+    one, other = hardware.plug(2)
+    own.wait_states({one.id: "idle", other.id: "idle"})
     job = own.job("job-package", one.node)
-    lease = own.allocate(RESOURCE, unit=job)
+    lease = own.allocate(RESOURCE, devices=[one.id], unit=job)
     own.open_in(job)
-    return one.id, lease, job
+    group = int(machine.run("getent", "group", "hetero").stdout.split(":")[2])
+    users = own.allocate(RESOURCE, devices=[other.id], uid=_USER, groups=[group])
+    found = Leased(one.id, job, lease, other, users)
+    assert found.given(machine) == (True, True)
+    return found
 
 
 def test_upgrade_keeps_leases(fresh: Machine, own: Agent, deb: Path, tmp_path: Path) -> None:
-    device, lease, job = _leased(own)
+    leased = _leased(own)
+    device = leased.device
     before = own.manager()
     pid = own.pid
     own.heteroctl("cordon", device, "--reason", "stays")
@@ -51,23 +83,27 @@ def test_upgrade_keeps_leases(fresh: Machine, own: Agent, deb: Path, tmp_path: P
     after = own.manager()
     assert after["Epoch"] != before["Epoch"]
     assert after["Generation"] > before["Generation"]
-    assert list(own.leases()) == [lease]
-    assert own.states() == {device: "in-use"}
+    assert set(own.leases()) == {leased.lease, leased.users_lease}
+    assert own.states() == {device: "in-use", leased.users.id: "in-use"}
+    assert leased.given(fresh) == (True, True)
     assert own.devices()[device]["Cordoned"] is True
     own.heteroctl("uncordon", device)
-    own.systemctl("stop", job)
-    own.wait_states({device: "idle"})
+    own.systemctl("stop", leased.job)
+    assert own.release(leased.users_lease) is True
+    own.wait_states({device: "idle", leased.users.id: "idle"})
+    assert leased.given(fresh) == (False, False)
 
 
 def test_remove_ends_leases_and_purge_leaves_nothing(fresh: Machine, own: Agent) -> None:
-    _, _, job = _leased(own)
+    leased = _leased(own)
     product.remove(fresh)
     assert not own.on_bus()
     assert own.unit("LoadState") in ("not-found", "masked")
     # the job goes on, it has just no lease any more
-    assert own.unit("ActiveState", job) == "active"
+    assert own.unit("ActiveState", leased.job) == "active"
     ended = own.audit("HETERO_KIND=lease-ended")
-    assert [entry["HETERO_REASON"] for entry in ended] == ["released"]
+    assert [entry["HETERO_REASON"] for entry in ended] == ["released", "released"]
+    assert leased.given(fresh) == (False, False)
     assert fresh.path("/etc/hetero-agent/hetero-agent.conf").exists()
     product.remove(fresh, purge=True)
     left = fresh.shell(
