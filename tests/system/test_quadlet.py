@@ -6,19 +6,16 @@ Debian 12 has podman 4.3, which makes no units of .container files (that came wi
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.process import PYTHON, ROOT
-from tests.system import image
 from tests.system.accelerators import RESOURCE, Accelerators
 from tests.system.agent import Agent
-from tests.system.conftest import CONFIG
 from tests.system.machine import Machine
+from tests.system.podman import with_podman
 
 EXAMPLE = ROOT / "examples/quadlet/model.container"
 
@@ -66,59 +63,10 @@ def generated(text: str) -> str:
     return f"{unit}\n[Service]\n" + "\n".join(sections["Service"]) + f"\n{service}"
 
 
-# The machine's own file system is an overlay, on which none can lie.
-_STORAGE = """\
-[storage]
-driver = "vfs"
-runroot = "/run/containers/storage"
-graphroot = "/var/lib/containers"
-"""
-# Where crun of this version does not work (hierarchies of version 1 that are partly there), and systemd-nspawn
-# lets nobody make a keyring.
-_CONTAINERS = """\
-[containers]
-keyring = false
-[engine]
-runtime = "runc"
-events_logger = "file"
-"""
-
-
 @pytest.fixture(scope="module")
 def machine(layers: list[Path], base: Path) -> Iterator[Machine]:
-    """A machine with podman and runc, and an image of no more than links to its /usr."""
-    with Machine([layers[0], image.layer(base, "podman", "runc"), base]) as one:
-        one.write("/etc/hetero-agent/hetero-agent.conf", CONFIG)
-        one.write("/etc/containers/storage.conf", _STORAGE)
-        one.write("/etc/containers/containers.conf", _CONTAINERS)
-        one.boot()
-        # of the hierarchies that are not the machine's own, runc would have the host's top groups
-        one.shell(
-            "for one in /sys/fs/cgroup/*; do"
-            " if mountpoint -q $one && ! test -w $one/cgroup.procs; then umount $one; fi; done"
-        )
-        one.path("/run/image.tar").write_bytes(_image())
-        one.run("podman", "import", "/run/image.tar", "localhost/lab", timeout=120)
+    with with_podman(layers, base) as one:
         yield one
-
-
-def _image() -> bytes:
-    """The file system of an image that has nothing of its own."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        for name in ("usr", "proc", "sys", "dev", "etc", "run", "tmp"):
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
-            tar.addfile(entry)
-        for name in ("bin", "sbin", "lib", "lib64"):
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{name}"
-            tar.addfile(entry)
-        entry = tarfile.TarInfo("etc/passwd")
-        data = b"root:x:0:0::/:/bin/sh\n"
-        entry.size = len(data)
-        tar.addfile(entry, io.BytesIO(data))
-    return made.getvalue()
 
 
 # Says what it may open: its own node, a copy of another's number; then holds its own.
