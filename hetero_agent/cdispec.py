@@ -58,10 +58,9 @@ def confirming(address: str, interpreter: str) -> Hook:
     return Hook(interpreter, arguments, (*environment, f"PYTHONPATH={root}"))
 
 
-def spec(manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
-    """Return the specification of the lease whose MANIFEST this is (access/manifest.py), in the
-    lowest version that has all that it uses."""
-    lease = manifest["lease"]
+def spec(lease: str, manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
+    """Return the specification of LEASE, which gives what its MANIFEST says (access/manifest.py), in
+    the lowest version that has all that it uses."""
     edits: dict[str, Any] = {
         "env": [f"{name}={value}" for name, value in sorted(_variables(manifest).items())],
         "hooks": [

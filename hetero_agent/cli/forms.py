@@ -37,7 +37,7 @@ def cdi(manifest: Manifest, address: str) -> dict[str, Any]:
     """Return the CDI specification as the agent on the bus at ADDRESS writes it."""
     from hetero_agent import cdispec  # noqa: PLC0415
 
-    return cdispec.spec(manifest.raw, cdispec.confirming(address, sys.executable))
+    return cdispec.spec(manifest.lease, manifest.raw, cdispec.confirming(address, sys.executable))
 
 
 def podman(manifest: Manifest) -> list[str]:
