@@ -83,8 +83,11 @@ async def attach(client: Client, args: argparse.Namespace, out: Printer) -> int:
 async def _attach(client: Client, manager: ServiceManager, args: argparse.Namespace, unit: str) -> Manifest:
     """Do it all, or nothing.  Raises Complaint, HeteroError."""
     from hetero_agent.cli import envfile, forms  # noqa: PLC0415
+    from hetero_agent.cli.complaints import Complaint  # noqa: PLC0415
 
     if args.lease:
+        if not (await client.lease(args.lease)).alive:
+            raise Complaint(exitcodes.FAILURE, f"lease {args.lease} has ended", (), "", "ended")
         manifest = await client.manifest(args.lease)
     else:
         manifest = await _lease(client, manager, args, unit)
@@ -145,14 +148,16 @@ async def _allow(manager: ServiceManager, unit: str, devices: Sequence[str]) -> 
     service = await manager.properties(unit, SERVICE)
     # what was set at run time stays until the next boot: of these, ours are known by our own record
     record = f"{envfile.DIRECTORY}/{unit}.allowed"
-    own = unit_rules(service, _recorded(record))
+    before = _recorded(record)
+    own = unit_rules(service, before)
     ours = [device for device in devices if (device, "rw") not in own]
-    envfile.write(record, ours)
+    envfile.write(record, sorted({*before, *ours}))  # whichever of them we are killed with
     rules = [Property("DeviceAllow", "a(ss)", [])]
     rules.append(Property("DeviceAllow", "a(ss)", [*map(list, own), *([device, "rw"] for device in ours)]))
     if service["DevicePolicy"] == "auto":  # strict stays strict
         rules.insert(0, Property("DevicePolicy", "s", "closed"))
     await manager.set_runtime(unit, rules)
+    envfile.write(record, ours)
 
 
 def unit_rules(service: Mapping[str, Any], ours: Sequence[str]) -> Rules:

@@ -93,6 +93,8 @@ class _UnitRun:
         self._name = name
         self._status: int | None = None
         self._started = False
+        #: The last signal that was passed on and may have ended it.
+        self._interrupted = 0
         self._aborted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._manager: ServiceManager
         self._sending: set[asyncio.Task[None]] = set()
@@ -146,8 +148,10 @@ class _UnitRun:
         # from here on the lease ends with us or with the unit, whatever goes wrong
         result = await self._manager.start_transient(self._name, settings, (0, 1, 2), self._begun)
         await self._manager.watch(self._name)
-        if result != "done":
-            raise await self._not_started(result)
+        if result != "done" and (complaint := await self._not_started(result)) is not None:
+            if self._interrupted:
+                raise _Aborted(self._interrupted)
+            raise complaint
 
     def _begun(self) -> None:
         self._started = True
@@ -189,10 +193,12 @@ class _UnitRun:
         variables |= manifest.variables(filtered=True)
         return [f"{name}={value}" for name, value in variables.items()]
 
-    async def _not_started(self, result: str) -> Complaint:
-        """Say why there is no command."""
+    async def _not_started(self, result: str) -> Complaint | None:
+        """Say why there is no command; None if there was one, over before the manager knew it had begun."""
         found = await self._manager.properties(self._name, SERVICE)
         status = found["ExecMainStatus"]
+        if found["ExecMainPID"] and not (found["ExecMainCode"] == _EXITED and status >= _NOT_SET_UP):
+            return None
         if not found["ExecMainPID"]:
             cause = "the lease could not be bound to it" if result == "failed" else f"its start was {result}"
             step = f"journalctl -u hetero-agent; journalctl _SYSTEMD_UNIT={self._name}"
@@ -200,8 +206,8 @@ class _UnitRun:
             cause = f"{printable(self._executable)} can't be executed"
             return Complaint(exitcodes.NOT_EXECUTABLE, cause, (), "", "not-executable")
         else:
-            cause = f"it could not be set up: {_exit_word(status)}"
-            step = f"journalctl UNIT={self._name} says what was missing (systemd.exec(5), Process Exit Codes)"
+            cause = f"it could not be set up: status {status} (systemd.exec(5), Process Exit Codes)"
+            step = f"journalctl UNIT={self._name} says what was missing"
         return Complaint(exitcodes.RUN_FAILED, f"unit {self._name} did not start: {cause}", (), step, "unit")
 
     # -- the end ----------------------------------------------------------------------------------
@@ -234,6 +240,7 @@ class _UnitRun:
         if number == signal.SIGTSTP:  # the unit is no job of the terminal's: it goes on
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self._started:
+            self._interrupted = number if number in ENDING else self._interrupted
             task = asyncio.get_running_loop().create_task(self._send(number, by_terminal))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
@@ -329,7 +336,3 @@ def _signal_in(unit: str, pid: int, number: int) -> None:
             signal.pidfd_send_signal(descriptor, number)
     finally:
         os.close(descriptor)
-
-
-def _exit_word(status: int) -> str:
-    return f"status {status}" if status < _NOT_SET_UP else f"status {status} of the service manager's own"

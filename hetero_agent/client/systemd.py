@@ -68,7 +68,8 @@ class Property(NamedTuple):
 class ServiceManager:
     """A link to the service manager.  Made by `connect`; a context manager that closes it.
 
-    Everything may raise `ManagerError`.  PERSON is as for `Client.connect`: whom polkit may ask.
+    Everything may raise `ManagerError`, and InvalidArgument for text that can't be sent.  PERSON is as
+    for `Client.connect`: whom polkit may ask.
     """
 
     def __init__(self, bus: Any, person: Callable[[], Awaitable[bool]] | None) -> None:
@@ -198,6 +199,7 @@ class ServiceManager:
         descriptors: Sequence[int] = (),
         ask: bool = False,
     ) -> list[Any]:
+        wire.check_text(list(body))
         ask = ask and self._person is not None
         reply = await self._send(path, interface, member, signature, body, descriptors, ask)
         if ask and reply.message_type is MessageType.ERROR and reply.error_name == _ASK_FIRST:

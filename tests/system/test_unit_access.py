@@ -14,6 +14,7 @@ from hetero_agent import names
 from hetero_agent.cli import forms
 from hetero_agent.client import Manifest
 from tests.support.process import PYTHON, ROOT
+from tests.support.terminal import OnTerminal
 from tests.system.accelerators import RESOURCE, Accelerator, Accelerators
 from tests.system.agent import Agent
 from tests.system.machine import Machine
@@ -280,6 +281,47 @@ def test_a_plain_user_needs_the_managers_right(
         machine.shell("rm /etc/polkit-1/rules.d/10-lab.rules")
 
 
+def test_on_a_terminal(machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]) -> None:
+    script = 'trap "echo got; exit 9" INT; read word; echo "read $word"; while :; do sleep 0.05; done'
+    command = ["heteroctl", "run", "--unit", "lab-tty", "-r", RESOURCE, "--", "sh", "-c", script]
+    # on a terminal of the machine's own: what is between us and it would be ended by ctrl-C itself
+    words = ["script", "--quiet", "--return", "--command", f"exec {shlex.join(command)}", "/dev/null"]
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
+    with OnTerminal(machine.command(*words), environment) as terminal:
+        machine.wait(lambda: agent.unit("ActiveState", "lab-tty.service") == "active", 20, "the unit")
+        terminal.type("a word\n")
+        terminal.shows("read a word")
+        # ctrl-C: to all processes of the unit, none of which is of the terminal's group
+        terminal.type("\x03")
+        code, shown = terminal.wait()
+    assert (code, "got" in shown) == (9, True), shown
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+
+
+def test_a_password_for_it_on_the_terminal(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator], alice: Person
+) -> None:
+    machine.shell("id dora >/dev/null 2>&1 || useradd -m -G sudo dora; echo dora:open-sesame | chpasswd")
+    groups = machine.shell("id -G alice").strip().replace(" ", ",")
+    words = [
+        "setpriv", f"--reuid={alice.uid}", f"--regid={alice.uid}", f"--groups={groups}", "env", "-C", "/",
+        "heteroctl", "run", "--unit", "lab-asks", "-r", RESOURCE, "--", "sh", "-c", "echo as $(id -un)",
+    ]  # fmt: skip
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
+    with OnTerminal(machine.command(*words), environment) as terminal:
+        shown = terminal.shows("Password:")
+        assert "manage-units" in shown
+        terminal.type("open-sesame\n")
+        code, shown = terminal.wait()
+    assert code == 0, shown
+    assert "as alice" in shown
+    # nobody answers, and it is given up
+    with OnTerminal(machine.command(*words), environment) as terminal:
+        terminal.shows("Password:")
+        terminal.type("\x03")
+        machine.wait(lambda: set(agent.states().values()) == {"idle"}, 20, "all devices idle")
+
+
 # -- heteroctl attach ---------------------------------------------------------------------------------
 def test_a_service_of_the_administrators(
     machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator], alice: Person
@@ -308,6 +350,35 @@ def test_a_service_of_the_administrators(
         assert list(agent.leases()) == [lease]
     agent.systemctl("stop", unit)
     agent.wait_states({one.id: "idle", other.id: "idle"})
+
+
+def test_users_that_come_with_the_service(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    one, other = two
+    probe = Probe(machine, "dynamic", one, other)
+    unit = service(
+        machine, "lab-dynamic", "DynamicUser=yes", "ReadWritePaths=/run/probe", *attaching("-d", one.id),
+        f"ExecStart={probe.line}",
+    )  # fmt: skip
+    agent.systemctl("start", unit)
+    found = probe.report()
+    (lease,) = agent.leases().values()
+    assert lease["OwnerUid"] == found["uid"] != 0
+    assert probe.opens(found) == ["ok", "EACCES"]  # not of the group either
+    agent.systemctl("stop", unit)
+
+
+def test_a_lease_that_is_none_any_more_is_not_allowed(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    unit = service(
+        machine, "lab-ended", "ExecStartPre=+heteroctl attach --unit %n --lease ${GIVEN}", "ExecStart=true"
+    )
+    machine.write(f"{UNITS}/{unit}.d/given.conf", f"[Service]\nEnvironment=GIVEN={'ab' * 16}\n")
+    machine.run("systemctl", "daemon-reload")
+    assert machine.run("systemctl", "start", unit, check=False).returncode != 0
+    assert rules(machine, unit) == {"DevicePolicy=auto"}
 
 
 def test_each_run_has_a_lease_of_its_own(
