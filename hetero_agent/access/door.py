@@ -132,7 +132,9 @@ class Door:
     async def renew(self, lease: Lease) -> None:
         """Make again what is missing of what `prepare` made for LEASE.  Raises AccessError."""
         if self._doer is not None:
-            await self._doer.renew(Grant(lease.id, lease.uid, lease.manifest))
+            # a device that was unplugged has no nodes; those of the lease's others are to be kept up
+            nodes = [row for row in lease.manifest["nodes"] if row[0] not in lease.lost]
+            await self._doer.renew(Grant(lease.id, lease.uid, {**lease.manifest, "nodes": nodes}))
 
     async def attach(self, lease: Lease, process: ProcessRef | None) -> None:
         """Have the network interfaces of LEASE, which was prepared, in the namespace of PROCESS, on the

@@ -7,7 +7,7 @@ alone; so neither a crash nor a grant that nobody remembers leaves anything behi
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hetero_agent.access import acl, cdi
@@ -114,8 +114,22 @@ class Hands:
         if self._specifications is not None:
             cdi.write(self._specifications, grant, self._hook)
         if self._entries:
-            for node in nodes:
-                acl.give(node, grant.uid)
+            self._give(grant, nodes)
+
+    @staticmethod
+    def _give(grant: Grant, nodes: Iterable[GrantedNode]) -> None:
+        """Give the entry on those of NODES that are still in GRANT; one node that is gone or sick
+        costs the others nothing."""
+        granted = {place(node) for node in grant.nodes}
+        problems = []
+        for node in nodes:
+            if place(node) in granted:
+                try:
+                    acl.give(node, grant.uid)
+                except AccessError as error:
+                    problems.append(str(error))
+        if problems:
+            raise AccessError("; ".join(problems[:3]))
 
     def _nodes(self, grant: Grant, before: Made | None) -> tuple[GrantedNode, ...]:
         """The nodes on which the entry of GRANT's uid is ours, or will be: an entry that was there

@@ -22,6 +22,8 @@ from tests.support.calls import CallError, Client, V
 from tests.support.console import CONSOLE, DEVICE_ID, PROFILE, RESOURCE
 from tests.support.ctl import Ctl
 from tests.support.hold import HoldingProcess
+from tests.support.vendor import RESOURCE as VENDOR_RESOURCE
+from tests.support.vendor import Vendor
 from tests.support.wait import wait_until
 
 NODE_GROUP = 7777
@@ -262,4 +264,34 @@ def test_killed_between_grant_and_revocation(bus: PrivateBus, point: str) -> Non
             records = agent.runtime / "access"
             assert not records.exists() or list(records.iterdir()) == []
     finally:
+        agent.close()
+
+
+def test_a_lost_device_costs_the_others_nothing(bus: PrivateBus) -> None:
+    """Of a lease of two, one is unplugged; then udev resets the other's ACL."""
+    agent = AgentProcess(bus)
+    vendor = None
+    try:
+        agent.start()
+        vendor = Vendor(agent)
+        vendor.add("npu-0", "npu-1")
+        for one in ("npu-0", "npu-1"):
+            vendor.file(one).chmod(0o660)
+        vendor.wait_idle()
+        with Client(bus, MEMBER, [GROUP_GID]) as client:
+            lease, _ = client.allocate("r1", VENDOR_RESOURCE, 2, {"confirm": V("b", True)})
+            assert opens(vendor.file("npu-0"), MEMBER)
+            vendor.remove("npu-0")
+            client.wait_for_device("npu-0", State="lost")
+            vendor.file("npu-0").unlink()
+            os.removexattr(vendor.file("npu-1"), "system.posix_acl_access")
+            wait_until(lambda: opens(vendor.file("npu-1"), MEMBER), what="the entry made again")
+            client.release("r2", lease)
+            client.wait_for_device("npu-1", State="idle")
+            assert not extended(vendor.file("npu-1"))
+            assert list((agent.runtime / "access").iterdir()) == []
+            assert trail.entries(agent, "access") == []
+    finally:
+        if vendor is not None:
+            vendor.close()
         agent.close()
