@@ -83,6 +83,20 @@ def test_preparing_again_makes_what_is_missing(host: Host) -> None:
         assert host.made() == before
 
 
+def test_a_node_that_is_gone_costs_the_others_nothing(host: Host) -> None:
+    hands = host.hands()
+    both = grant(host.file, host.node)
+    hands.prepare(both)
+    host.file.unlink()
+    posix1e.ACL(mode=0o620).applyto(str(host.node))
+    with pytest.raises(AccessError, match="No such file"):
+        hands.prepare(both)
+    assert entries(host.node) == {UID}
+    hands.revoke(LEASE)
+    assert entries(host.node) == set()
+    assert list(host.records.iterdir()) == []
+
+
 def test_root_needs_no_entry(host: Host) -> None:
     host.hands().prepare(grant(host.node, uid=0))
     assert host.made()[0] == set()
