@@ -279,6 +279,8 @@ def test_a_grant_file_that_names_memory(helped: Agent, machine: Machine, hardwar
     path = f"{names.RUNTIME_DIR}/grants/{ident(lease)}"
     told = json.loads(machine.read(path))
     uid = int(machine.run("id", "--user", "hetero-agent").stdout)
+    # one connection at a time is served: the agent's own would have to be idle first
+    helped.systemctl("stop", UNIT)
     for change in _HOSTILE:
         hostile = {**told, "uid": USER, "manifest": {**told["manifest"], **change}}
         machine.write(path, json.dumps(hostile), mode=0o640)
@@ -289,7 +291,8 @@ def test_a_grant_file_that_names_memory(helped: Agent, machine: Machine, hardwar
         assert "not by root's profiles and configuration" in answer["error"]
     assert entries(machine, "/dev/null") == set()
     (spec,) = specifications(machine)
-    assert "/etc" not in machine.read(f"{names.CDI_DIR}/{spec}").replace("/etc/cdi", "")
+    assert "/etc" not in machine.read(f"{names.CDI_DIR}/{spec}")
+    helped.systemctl("start", UNIT)
 
 
 def _agents_group(machine: Machine) -> int:
@@ -305,7 +308,6 @@ _HOSTILE: list[dict[str, object]] = [
     {"hooks": [{"hookName": "createRuntime", "path": "/bin/sh"}]},
 ]
 
-#: One connection at a time is served: the agent's is left alone while it says nothing for long enough.
 _ASKS = """
 import json, socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:

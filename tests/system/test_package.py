@@ -87,6 +87,7 @@ def test_upgrade_keeps_leases(fresh: Machine, own: Agent, deb: Path, tmp_path: P
     assert own.states() == {device: "in-use", leased.users.id: "in-use"}
     assert leased.given(fresh) == (True, True)
     assert own.devices()[device]["Cordoned"] is True
+    assert own.unit("ActiveState", "hetero-agent-access.socket") == "active"
     own.heteroctl("uncordon", device)
     own.systemctl("stop", leased.job)
     assert own.release(leased.users_lease) is True
@@ -112,3 +113,13 @@ def test_remove_ends_leases_and_purge_leaves_nothing(fresh: Machine, own: Agent)
     ).split()
     assert left == []
     assert fresh.run("systemctl", "is-system-running", check=False).stdout == "running\n"
+
+
+def test_remove_undoes_what_a_dead_agent_and_a_broken_configuration_left(fresh: Machine, own: Agent) -> None:
+    """The records of what was made are enough for it."""
+    leased = _leased(own)
+    fresh.write("/etc/hetero-agent/hetero-agent.conf", "broken")
+    fresh.run("systemctl", "kill", "--signal=KILL", UNIT)
+    product.remove(fresh)
+    assert leased.given(fresh) == (False, False)
+    assert not fresh.path(names.ACCESS_DIR).exists()
