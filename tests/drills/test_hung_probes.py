@@ -7,7 +7,6 @@ import statistics
 import time
 from pathlib import Path
 
-from hetero_agent import names
 from tests.drills.endstate import all_free, no_gap
 from tests.support.agent import CONFIG, GROUP_GID, MEMBER, AgentProcess
 from tests.support.bus import PrivateBus
@@ -51,12 +50,13 @@ def test_ten_of_256_devices_hang() -> None:
         agent.start()
         with Client(bus, MEMBER, [GROUP_GID]) as client:
             all_free(client, agent, ALL)
+            usual = [took for number in range(20) for took in _lease(client, f"before{number}")]
             for device in HUNG:
                 machine.hang(config(device).parent, "config")
             answers = _answers_until_they_are_faulty(client)
             # on the bus nobody noticed
-            assert statistics.median(answers) < 0.1
-            assert sorted(answers)[len(answers) * 99 // 100] < 1.0
+            assert statistics.median(answers) < 2 * statistics.median(usual) + 0.05
+            assert sorted(answers)[len(answers) * 99 // 100] < 1 + max(usual)
             reasons = {client.device(device)["Reason"] for device in HUNG}
             assert reasons == {"unresponsive: a probe did not return within 1 s"}
             # the other 246 are what they were, and are looked at in time while the ten go on hanging
@@ -93,17 +93,19 @@ def test_ten_of_256_devices_hang() -> None:
 
 def _answers_until_they_are_faulty(client: Client) -> list[float]:
     """Lease a device again and again until the ten are faulty; return how long each call took."""
-    took = []
+    took: list[float] = []
     numbers = itertools.count()
     end = time.monotonic() + 120
     while not {client.device(device)["State"] for device in HUNG} <= {"faulty"}:
         assert time.monotonic() < end, states(client)
-        number = next(numbers)
-        begun = time.monotonic()
-        lease, _ = client.allocate(f"a{number}", RESOURCE, 1)
-        took.append(time.monotonic() - begun)
-        begun = time.monotonic()
-        assert client.manager("Release", "so", f"r{number}", lease)
-        took.append(time.monotonic() - begun)
-        assert client.properties(names.ROOT, names.MANAGER)["Ready"]
+        took += _lease(client, f"meanwhile{next(numbers)}")
     return took
+
+
+def _lease(client: Client, request: str) -> tuple[float, float]:
+    """Allocate and release a device; return the seconds that each took."""
+    begun = time.monotonic()
+    lease, _ = client.allocate(f"{request}-a", RESOURCE, 1)
+    between = time.monotonic()
+    assert client.release(f"{request}-r", lease)
+    return between - begun, time.monotonic() - between
