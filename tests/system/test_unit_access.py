@@ -417,6 +417,22 @@ def test_each_run_has_a_lease_of_its_own(
     agent.wait_states({one.id: "idle", other.id: "idle"})
 
 
+def test_while_it_waits_to_be_restarted_it_has_none(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    one, other = two
+    probe = Probe(machine, "waits", one, other)
+    unit = service(
+        machine, "lab-waits", "Restart=always", "RestartSec=1h", *attaching("-d", one.id), f"ExecStart={probe.line}"
+    )
+    agent.systemctl("start", unit)
+    probe.report()
+    machine.run("systemctl", "kill", "--signal=KILL", unit)
+    agent.wait_states({one.id: "idle", other.id: "idle"})
+    assert agent.unit("SubState", unit) == "auto-restart"
+    assert agent.leases() == {}
+
+
 def test_a_service_without_devices_fails_and_says_why(
     machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
 ) -> None:
