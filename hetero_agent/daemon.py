@@ -363,6 +363,7 @@ class Daemon:
                 self.kernel.configure(config.discovery)
                 await self.kernel.reload()
                 self.health.listen(self.kernel.symptoms)
+            self.survey.again()
             text, priority = "the configuration was read again", 5
         self.engine.submit(Note(self.engine.now(), AuditKind.RELOADED, text, priority))
         self.notifier.ready()

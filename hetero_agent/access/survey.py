@@ -75,7 +75,7 @@ class Survey:
     def start(self) -> None:
         """Look at all devices, and from now on at what changes."""
         self._task = asyncio.create_task(self._run(), name="survey")
-        self._all()
+        self.again()
 
     async def stop(self) -> None:
         """Nothing is submitted afterwards."""
@@ -108,18 +108,19 @@ class Survey:
         found = await asyncio.create_task(self._look([device]), name=f"survey {device}")
         return found.get(device, ())
 
-    # -- rounds ---------------------------------------------------------------------------------
-    def _all(self) -> None:
+    def again(self) -> None:
+        """Look at all devices soon: what is right may be another thing now."""
         self._due.update(self._view.devices)
         self._wake.set()
 
+    # -- rounds ---------------------------------------------------------------------------------
     async def _run(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(INTERVAL):
                     await self._wake.wait()
             except TimeoutError:
-                self._all()
+                self.again()
             await asyncio.sleep(SETTLE)
             self._wake.clear()
             due, self._due = self._due, set()
@@ -195,9 +196,11 @@ def _survey(
                 here = acl.look(GrantedNode(device, node.path, node.role, node.kind, node.major, node.minor))
             except AccessError:
                 continue  # discovery and health say what is wrong with it
+            users = leased.get(node.path, ())
             remarks = (
                 *_mode(node, here, node.path in open_to_all, gives),
-                *_foreign(node.path, here, leased.get(node.path, ()), sitting),
+                *_owner(node, here, users),
+                *_foreign(printable(node.path), here, users, sitting),
             )
             found[device].append(
                 NodeAccess(node.path, node.role, here.mode, here.uid, here.gid, here.entries, remarks)
@@ -210,19 +213,29 @@ def _mode(node: Node, rights: acl.Rights, open_to_all: bool, gives: bool) -> Ite
     own affair."""
     if node.role is Role.CONTROL or node.kind == "file":
         return
-    mode = f"{rights.mode & 0o777:04o}"
+    mode, path = f"{rights.mode & 0o777:04o}", printable(node.path)
     if rights.mode & 0o006 and not open_to_all:
         yield (
             WRONG,
-            f"{node.path} is open to every user ({mode}): anybody can use it without a lease;"
+            f"{path} is open to every user ({mode}): anybody can use it without a lease;"
             " look for a stray udev rule with MODE=",
         )
     elif not rights.mode & 0o077 and rights.uid == 0 and rights.gid == 0:
         who = "root and the owner of a lease" if gives else "root"
         yield (
             NOTE if gives else WRONG,
-            f"{node.path} is root:root {mode}: only {who} can use it;"
+            f"{path} is root:root {mode}: only {who} can use it;"
             ' a udev rule with GROUP= and MODE="0660" lets a group in',
+        )
+
+
+def _owner(node: Node, rights: acl.Rights, leased: Collection[int]) -> Iterable[tuple[str, str]]:
+    """A node that belongs to somebody, who can change its mode, too.  A file is a provider's."""
+    if rights.uid and node.role is not Role.CONTROL and node.kind != "file" and rights.uid not in leased:
+        yield (
+            WRONG,
+            f"{printable(node.path)} belongs to user {rights.uid}, who can use it without a lease; look for a"
+            " stray udev rule with OWNER=",
         )
 
 

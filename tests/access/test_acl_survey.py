@@ -206,6 +206,23 @@ def test_the_group_bits_of_an_acl_are_not_the_groups() -> None:
     Rig(a=(node(),)).run(body)
 
 
+def test_a_node_that_belongs_to_a_user() -> None:
+    os.chown(CONSOLE, 1000, 7777)
+
+    async def body(rig: Rig) -> None:
+        rig.lease(1000, "a")
+        await rig.rest()
+        assert rig.notes == []
+        rig.leases.clear()
+        rig.survey.again()
+        assert (await rig.wait(1))[2] == (
+            f"{CONSOLE} belongs to user 1000, who can use it without a lease; look for a stray udev rule"
+            " with OWNER="
+        )
+
+    Rig(a=(node(),)).run(body)
+
+
 def test_who_sits_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seats, "active", lambda: {1000: "seat0"})
     entries("u::rw,u:1000:rw,g::rw,m::rw,o::-")
