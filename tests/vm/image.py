@@ -19,8 +19,9 @@ GUEST: Final = Path(__file__).with_name("guest")
 #: Modules that the guest has, with those that they need.
 MODULES: Final = (
     "uio_pci_generic", "virtio_pci", "virtio_blk", "virtio_console", "virtio_net", "virtio-gpu", "nvme",
-    "i2c-i801", "i2c-dev", "rdma_rxe", "crc32_generic", "vgem", "aer_inject", "ext4", "crc32c_generic",
-    "autofs4", "binfmt_misc", "efi-pstore", "configfs", "af_packet", "ipv6", "dmi-sysfs", "fuse",
+    "i2c-i801", "i2c-dev", "rdma_rxe", "e1000e", "bonding", "8021q", "dummy", "crc32_generic", "vgem",
+    "aer_inject", "ext4", "crc32c_generic", "autofs4", "binfmt_misc", "loop", "efi-pstore", "configfs",
+    "af_packet", "ipv6", "dmi-sysfs", "fuse",
 )  # fmt: skip
 
 #: Modules that the initrd loads to find the root file system; before them the accelerator's driver, since
