@@ -182,7 +182,7 @@ def _may(path: str, major: int, minor: int, rules: Rules) -> bool:
         subsystem = os.readlink(f"{device}/subsystem").rpartition("/")[2]  # noqa: PTH115
     except OSError:
         device = subsystem = ""
-    if rules.listed(device, subsystem, path):
+    if device and rules.listed(device, subsystem, path):
         return True
     if not rules.subsystems or major in _NEVER_MAJORS or subsystem in _NEVER_SUBSYSTEMS:
         return False
