@@ -10,6 +10,7 @@ written down before it is made (docs/network.md).
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -47,6 +48,9 @@ _SCOPES_NEAR: Final = (253, 254)
 #: Whether RDMA devices can be used in all network namespaces (ib_core's parameter: what
 #: ``rdma system`` shows and sets).
 _RDMA_SHARED: Final = "/sys/module/ib_core/parameters/netns_mode"
+
+#: What a helper is told that has only the rights that it needs for everything else.
+_NOT_ALLOWED: Final = (errno.EPERM, errno.EACCES, errno.EAFNOSUPPORT)
 
 _NEW: Final = ".new"
 
@@ -231,7 +235,10 @@ class Netdevs:
             try:
                 yield
             except OSError as error:
-                raise AccessError(f"network interfaces: {printable(error.strerror or error)}") from error
+                what = printable(error.strerror or error)
+                if error.errno in _NOT_ALLOWED:
+                    what = f"they can't be moved with the rights that there are ({what}): see docs/network.md"
+                raise AccessError(f"network interfaces: {what}") from error
 
     def _undo(self, lease: str) -> None:
         try:

@@ -22,6 +22,7 @@ _OPTION_TYPES = {
     "connection": "b",
     "devices": "as",
     "label": "s",
+    "netdev": "s",
     "on-end": "s",
     "owner-uid": "u",
     "pid": "u",
