@@ -138,12 +138,14 @@ class Publisher(Protocol):
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
     """What /proc says of a process that a caller wants to bind: its real, effective, saved and
-    filesystem uid, its control group, and the systemd unit that this lies in ("" for none)."""
+    filesystem uid, its control group, the systemd unit that this lies in ("" for none), and the uid
+    that owns its user namespace (-1: not told)."""
 
     ref: ProcessRef
     uids: tuple[int, int, int, int]
     unit: str = ""
     cgroup: str = ""
+    owner: int = -1
 
 
 @dataclass(frozen=True, slots=True)

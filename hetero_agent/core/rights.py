@@ -15,8 +15,13 @@ from hetero_agent.core.ports import ProcessFacts
 
 
 def may_bind_pid(actor_uid: int, facts: ProcessFacts) -> str:
-    """Return "" if a caller with this uid may bind the process, else the reason why not."""
-    if actor_uid == 0 or all(uid == actor_uid for uid in facts.uids):
+    """Return "" if a caller with this uid may bind the process, else the reason why not.
+
+    A process in a user namespace of the caller's is the caller's whatever its uids: the kernel gives
+    whoever made the namespace every right over it (user_namespaces(7)).  So is that of a rootless
+    container, whose first process has one of the uids that the caller was lent.
+    """
+    if actor_uid == 0 or all(uid == actor_uid for uid in facts.uids) or facts.owner == actor_uid:
         return ""
     return f"process {facts.ref.pid} does not run wholly as uid {actor_uid}; bind one that does"
 

@@ -7,7 +7,9 @@ with the process and never becomes another one.  Only standard modules, for the 
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +18,9 @@ KERNEL_THREAD = 0x00200000
 
 _UNIT_TYPES = (".service", ".scope", ".socket", ".mount", ".swap", ".slice")
 _CHUNK = 65536
+_UID = struct.Struct("=I")
+# ioctl_ns(2), _IO(0xb7, 4)
+_NS_GET_OWNER_UID = 0xB704
 
 
 class Stat:
@@ -64,6 +69,23 @@ def read(name: str, base: int) -> bytes:
         return b"".join(parts)
     finally:
         os.close(fd)
+
+
+def namespace_owner(base: int) -> int:
+    """Return the uid that made the user namespace of the process under BASE and has all rights in
+    it; -1 if that can't be told."""
+    try:
+        fd = os.open("ns/user", os.O_RDONLY | os.O_CLOEXEC, dir_fd=base)
+    except OSError:
+        return -1
+    try:
+        found = bytearray(_UID.size)
+        fcntl.ioctl(fd, _NS_GET_OWNER_UID, found)
+    except OSError:
+        return -1
+    finally:
+        os.close(fd)
+    return int(_UID.unpack(found)[0])
 
 
 def stat(base: int) -> Stat:

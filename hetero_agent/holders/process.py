@@ -35,11 +35,12 @@ def identify(pid: int) -> ProcessFacts | None:
             facts = proc.stat(base)
             group, uids = proc.status(base)
             cgroup = proc.cgroup(base)
+            owner = proc.namespace_owner(base)
     except (FileNotFoundError, ProcessLookupError):
         return None
     if group != pid or facts.ended or facts.flags & proc.KERNEL_THREAD:
         return None
-    return ProcessFacts(ProcessRef(pid, facts.start), uids, printable(proc.unit_of(cgroup)), cgroup)
+    return ProcessFacts(ProcessRef(pid, facts.start), uids, printable(proc.unit_of(cgroup)), cgroup, owner)
 
 
 def open_process(ref: ProcessRef) -> int | None:

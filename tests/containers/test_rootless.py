@@ -61,3 +61,15 @@ def test_another_users_lease_is_of_no_use(station: Station) -> None:
         # while its owner's container starts
         done = member.podman.run(device(lease), script="echo started")
         assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
+
+
+def test_another_user_in_a_users_own_container(station: Station) -> None:
+    """The node is the host's, open to the owner's uid: inside, whoever has that."""
+    with users(station, MEMBER) as [member]:
+        for options, may in ((["--userns=keep-id"], True), (["--user=1000"], False)):
+            lease = member.ctl.json("allocate", "-r", CONSOLES)["lease"]
+            path = member.ctl("manifest", lease, "--format", "json").json["nodes"][0][1]
+            done = member.podman.run(device(lease), *options, script=f"id -u; exec 3<>{path} && echo used")
+            assert done.stdout == (f"{MEMBER}\nused\n" if may else "1000\n"), done.stderr
+            assert ("Permission denied" in done.stderr) is not may
+            station.wait_idle()

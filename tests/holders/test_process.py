@@ -30,7 +30,16 @@ def test_facts_of_a_process() -> None:
         found = identify(child.pid)
         assert found is not None
         assert Path(f"/proc/{child.pid}/cgroup").read_text().splitlines()[-1].endswith(found.cgroup)
-        assert found == ProcessFacts(ProcessRef(child.pid, child.start), (STRANGER,) * 4, "", found.cgroup)
+        ref = ProcessRef(child.pid, child.start)
+        assert found == ProcessFacts(ref, (STRANGER,) * 4, "", found.cgroup, owner=0)
+
+
+def test_whose_user_namespace_a_process_is_in() -> None:
+    inside = [*as_user(STRANGER), "unshare", "--user", "--map-root-user"]
+    with holding(NOWHERE, "none", inside) as child:
+        found = identify(child.pid)
+        assert found is not None
+        assert found.owner == STRANGER
 
 
 def test_all_four_uids_are_told() -> None:

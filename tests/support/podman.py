@@ -35,6 +35,8 @@ MADE_WITH = (
     "--volume=/usr:/usr:ro",
 )
 
+_UNSHARE = ("unshare", "--mount", "--propagation", "private")
+
 # A mount namespace in which nothing of the host's is touched.  The device controller must be there
 # to have containers kept to their devices; where no group hierarchy is, it is made here.
 _PLACE = """
@@ -44,6 +46,10 @@ mount -t tmpfs none /var/lib
 mount -t tmpfs none /etc/cni
 mkdir /run/cdi
 mount --bind "$1" /run/cdi
+# a range of uids and gids for a rootless one
+printf '%s:1000000:65536\n' "$3" >/run/range
+mount --bind /run/range /etc/subuid
+mount --bind /run/range /etc/subgid
 if [ "$(stat -fc %T /sys/fs/cgroup)" != cgroup2fs ] && ! mountpoint -q /sys/fs/cgroup/devices; then
     mount -t tmpfs none /sys/fs/cgroup
     for one in systemd $(awk '$1 !~ /#/ && $4 == 1 { print $1 }' /proc/cgroups); do
@@ -69,7 +75,7 @@ class Podman:
         os.chown(self.directory, uid, uid)
         ready = self.directory / "ready"
         self._place = subprocess.Popen(
-            ["unshare", "--mount", "--propagation", "private", "sh", "-c", _PLACE, "sh", str(cdi), str(ready)],
+            [*_UNSHARE, "sh", "-c", _PLACE, "sh", str(cdi), str(ready), str(uid)],
             stdin=subprocess.DEVNULL,
         )
         wait_until(lambda: ready.exists() or self._place.poll() is not None, what="the mount namespace")
