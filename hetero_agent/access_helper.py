@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hetero_agent import config, names
-from hetero_agent.access import grantfile, remote, verify
+from hetero_agent.access import grantfile, protocol, verify
 from hetero_agent.access.cdi import confirming
-from hetero_agent.access.choice import specifications
 from hetero_agent.access.grant import Grant
 from hetero_agent.access.hands import Hands
 from hetero_agent.access.manifest import AccessError, each
 from hetero_agent.access.namespaces import Process
 from hetero_agent.access.netdev import Netdevs
+from hetero_agent.access.places import specifications
 from hetero_agent.discovery import profiles, sysfs
-from hetero_agent.providers.report import FORBIDDEN_VARIABLE
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.access")
@@ -95,7 +94,7 @@ class Helper:
             return True
         while True:
             try:
-                request = connection.recv(remote.REQUEST_MAX + 1)
+                request = connection.recv(protocol.REQUEST_MAX + 1)
                 if not request:
                     return True
                 connection.sendall(self.answer(request))
@@ -195,7 +194,6 @@ def rules_of(known: profiles.ProfileSet, settings: config.Config) -> verify.Rule
             for one in profile.mounts
         ),
         variables=frozenset(variables),
-        forbidden=FORBIDDEN_VARIABLE,
         groups=frozenset(_gids({name for one in known.profiles for name in one.groups})),
     )
 
@@ -231,14 +229,14 @@ def _version(file: Path | os.DirEntry[str]) -> tuple[int, int, int]:
 def _parse(request: bytes) -> tuple[str, str, Process | None]:
     """Return what a request asks, for which lease, and for which process if it names one.  Raises
     AccessError."""
-    if len(request) > remote.REQUEST_MAX:
-        raise AccessError(f"a request of more than {remote.REQUEST_MAX} bytes")
+    if len(request) > protocol.REQUEST_MAX:
+        raise AccessError(f"a request of more than {protocol.REQUEST_MAX} bytes")
     try:
         data = json.loads(request.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise AccessError("a request that is not JSON in ASCII") from error
-    if not isinstance(data, dict) or data.get("version") != remote.VERSION:
-        raise AccessError(f"a request of another version than {remote.VERSION}")
+    if not isinstance(data, dict) or data.get("version") != protocol.VERSION:
+        raise AccessError(f"a request of another version than {protocol.VERSION}")
     what, lease = data.get("do"), data.get("lease", "")
     fits = not lease if what == "sweep" else isinstance(lease, str) and names.LEASE_ID.fullmatch(lease)
     process = {"pid", "start"} if what == "attach" else set()

@@ -54,6 +54,14 @@ LEASE_ID: Final = re.compile(r"[0-9a-f]{32}")
 #: The name of a network interface (net/core/dev.c, dev_valid_name), less what is not ASCII.
 INTERFACE: Final = re.compile(r"(?!\.{1,2}$)[!-.0-9;-~]{1,15}")
 
+#: Variables by which whoever sets them runs code in, or redirects, the program that inherits them.
+#: A provider's uid need not be root, and the lease's owner may be.
+FORBIDDEN_VARIABLE: Final = re.compile(
+    r"(LD_|HETERO_|BASH_|GLIBC_|GCONV_|MALLOC_|PYTHON|PERL|RUBY|NODE_|JAVA_|DBUS_|XDG_|SYSTEMD_|SSH_|GIT_).*"
+    r"|PATH|HOME|USER|LOGNAME|SHELL|IFS|ENV|CDPATH|TMPDIR|LOCPATH|NLSPATH|HOSTALIASES|LOCALDOMAIN|RES_OPTIONS"
+    r"|EDITOR|VISUAL|PAGER|TERMINFO|TERMCAP|NOTIFY_SOCKET|LISTEN_FDS|LISTEN_PID|PS4|PROMPT_COMMAND"
+)
+
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9]*")
 
 

@@ -10,6 +10,7 @@ from hetero_agent import names
 from hetero_agent.access.direct import Direct
 from hetero_agent.access.door import Doer
 from hetero_agent.access.grantfile import DIRECTORY
+from hetero_agent.access.places import is_system, specifications
 from hetero_agent.access.remote import Remote
 from hetero_agent.config import AccessTable
 
@@ -34,18 +35,6 @@ def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer
     if is_system(runtime) and os.geteuid() != 0:
         return None
     return _direct(table, runtime, bus)
-
-
-def is_system(runtime: Path) -> bool:
-    """Whether this is the runtime directory of the system's own agent, not of one in a test."""
-    return runtime == Path(names.RUNTIME_DIR)
-
-
-def specifications(table: AccessTable, runtime: Path) -> Path | None:
-    """The directory that CDI specifications go to, None for none."""
-    if table.cdi_directory == "auto":
-        return Path(names.CDI_DIR) if is_system(runtime) else runtime / "cdi"
-    return Path(table.cdi_directory) if table.cdi_directory else None
 
 
 def _direct(table: AccessTable, runtime: Path, bus: str) -> Doer:

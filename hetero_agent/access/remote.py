@@ -19,12 +19,8 @@ from hetero_agent.access.grant import Grant
 from hetero_agent.access.grantfile import GrantFiles
 from hetero_agent.access.manifest import AccessError, UnansweredError
 from hetero_agent.access.namespaces import Process
+from hetero_agent.access.protocol import ANSWER_MAX, VERSION
 from hetero_agent.text import printable
-
-VERSION: Final = 1
-#: Bytes of a request and of an answer.
-REQUEST_MAX: Final = 256
-ANSWER_MAX: Final = 4096
 
 _START: Final = "systemctl enable --now hetero-agent-access.socket"
 _RESTART: Final = "systemctl restart hetero-agent-access.socket"

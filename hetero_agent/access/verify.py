@@ -68,8 +68,7 @@ class Rules:
     """What may be named.  LISTED tells whether the class device at a path of sysfs, of a subsystem,
     with a node, belongs to a device that a profile recognises and lists such nodes of; PATHS are the
     nodes that profiles give by path; SUBSYSTEMS and DIRECTORIES those of the providers; MOUNTS,
-    VARIABLES and GROUPS (gids) those of profiles.
-    FORBIDDEN are the variables that no provider may set."""
+    VARIABLES and GROUPS (gids) those of profiles."""
 
     listed: Callable[[str, str, str], bool]
     paths: tuple[PathRule, ...] = ()
@@ -77,7 +76,6 @@ class Rules:
     directories: tuple[str, ...] = ()
     mounts: tuple[MountRule, ...] = ()
     variables: frozenset[str] = frozenset()
-    forbidden: re.Pattern[str] = re.compile(".*", re.DOTALL)
     groups: frozenset[int] = frozenset()
 
 
@@ -231,7 +229,7 @@ def _variables(given: object, rules: Rules, key: str) -> None:
     if not isinstance(given, Mapping) or len(given) > _ROWS_MAX:
         _refuse(key, "is no table")
     for name, value in given.items():
-        known = name in _OURS or name in rules.variables or not rules.forbidden.fullmatch(name)
+        known = name in _OURS or name in rules.variables or not names.FORBIDDEN_VARIABLE.fullmatch(name)
         if not _VARIABLE.fullmatch(name) or not known:
             _refuse(f"variable {printable(name)}", "is none of a profile's or provider's")
         if not isinstance(value, str) or not is_printable(value, 0, 64 * _TEXT_MAX):

@@ -37,14 +37,6 @@ _ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 _ATTRIBUTE = re.compile(r"[a-z][a-z0-9_.-]{0,47}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 
-# Variables by which whoever sets them runs code in, or redirects, the program that inherits them.
-# A provider's uid need not be root, and the lease's owner may be.
-FORBIDDEN_VARIABLE = re.compile(
-    r"(LD_|HETERO_|BASH_|GLIBC_|GCONV_|MALLOC_|PYTHON|PERL|RUBY|NODE_|JAVA_|DBUS_|XDG_|SYSTEMD_|SSH_|GIT_).*"
-    r"|PATH|HOME|USER|LOGNAME|SHELL|IFS|ENV|CDPATH|TMPDIR|LOCPATH|NLSPATH|HOSTALIASES|LOCALDOMAIN|RES_OPTIONS"
-    r"|EDITOR|VISUAL|PAGER|TERMINFO|TERMCAP|NOTIFY_SOCKET|LISTEN_FDS|LISTEN_PID|PS4|PROMPT_COMMAND"
-)
-
 T = TypeVar("T")
 
 
@@ -278,7 +270,7 @@ def _env(value: object, where: str) -> dict[str, str]:
     checked: dict[str, str] = {}
     for key, one in value.items():
         name = _matching(_VARIABLE)(key, where)
-        if FORBIDDEN_VARIABLE.fullmatch(name):
+        if names.FORBIDDEN_VARIABLE.fullmatch(name):
             refuse(f"{where}: {name} is not a provider's to set")
         checked[name] = _short(one, f"{where}: {name}")
     return checked

@@ -19,7 +19,8 @@ import pytest
 from hetero_agent.access.door import Door
 from hetero_agent.access.grantfile import DIRECTORY, GrantFiles
 from hetero_agent.access.manifest import AccessError
-from hetero_agent.access.remote import ANSWER_MAX, REQUEST_MAX, Remote
+from hetero_agent.access.protocol import ANSWER_MAX, REQUEST_MAX
+from hetero_agent.access.remote import Remote
 from tests.access.granting import LEASE, OTHER, UID, entries, grant
 from tests.access.test_door import lease
 from tests.support.access import AccessHelper
