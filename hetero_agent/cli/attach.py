@@ -39,7 +39,7 @@ def register(verbs: Verbs) -> None:
     parser.add_argument("--unit", required=True, help="the unit; %%n in its own file")
     request_options(parser, required=False)
     parser.add_argument("--lease", metavar="LEASE", help="allow the devices of this lease; nothing is leased")
-    lease_options(parser)
+    lease_options(parser, of_process=False)
     parser.add_argument("--env-file", metavar="PATH", help="write the lease's variables there")
     parser.add_argument(
         "--env-only",

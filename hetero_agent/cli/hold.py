@@ -31,7 +31,7 @@ def register(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add("hold", "hold a lease for others until ended by a signal", hold)
     request_options(parser)
-    lease_options(parser)
+    lease_options(parser, of_process=False)
     parser.add_argument(
         "--owner", type=account, metavar="USER", help="lease for this user, by name or uid (root only)"
     )

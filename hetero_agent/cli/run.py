@@ -63,6 +63,9 @@ def run(args: argparse.Namespace, _out: Printer) -> int:
     if args.unit is None and (args.setenv or args.uid is not None):
         what = "--setenv" if args.setenv else "--uid"
         raise Complaint(exitcodes.USAGE, f"{what} is for --unit", (), "heteroctl run --help", "usage")
+    if args.unit is not None and args.netdev == "move":
+        what = "network interfaces go where a process is, not where a unit is: --netdev and --unit don't fit"
+        raise Complaint(exitcodes.USAGE, what, (), "heteroctl run --help", "usage")
     try:
         if args.unit is not None:
             from hetero_agent.cli import unitrun  # noqa: PLC0415
@@ -110,6 +113,11 @@ class _Run:
             over.cancel()
             raise
         async with client:
+            if manifest.limits:
+                from hetero_agent.cli import limits  # noqa: PLC0415
+
+                for short in limits.give(self._command.pid, manifest.limits):
+                    say(short)
             self._command.start(manifest.environment(os.environ))
             vigil = Vigil(client, manifest, self._status, ours=not self._inside)
             async with vigil:

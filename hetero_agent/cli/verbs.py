@@ -109,15 +109,20 @@ def request_options(parser: argparse.ArgumentParser, *, required: bool = True) -
     )
 
 
-def lease_options(parser: argparse.ArgumentParser) -> None:
-    """Add what a lease is to be like."""
+def lease_options(parser: argparse.ArgumentParser, *, of_process: bool = True) -> None:
+    """Add what a lease is to be like; without OF_PROCESS, not what only a lease of a process has."""
     parser.add_argument("--client", metavar="NAME", help="client name: limits count by user and client")
     parser.add_argument("--label", metavar="TEXT", help="a word for the lease, for its owner")
     parser.add_argument("--on-fault", choices=("mark", "kill"), help="when a device becomes unhealthy")
     parser.add_argument("--on-end", choices=("wait", "kill"), help="what still holds a device after it")
-    parser.add_argument(
-        "--netdev", choices=("keep", "move"), help="the devices' network interfaces: to the process's namespace"
-    )
+    if of_process:
+        parser.add_argument(
+            "--netdev",
+            choices=("keep", "move"),
+            help="the devices' network interfaces: to the process's namespace",
+        )
+    else:
+        parser.set_defaults(netdev=None)
 
 
 def binding_options(parser: argparse.ArgumentParser) -> None:

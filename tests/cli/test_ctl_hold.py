@@ -169,6 +169,8 @@ def test_what_can_not_be_attached(ctl: Ctl, agent: AgentProcess) -> None:
 
 def test_what_is_for_units_only(ctl: Ctl) -> None:
     assert "--setenv is for --unit" in ctl("run", "-r", NPU, "-E", "A=1", "--", "true", code=2).err
+    refused = ctl("run", "-r", NPU, "--unit", "--netdev", "move", "--", "true", code=2)
+    assert "--netdev and --unit don't fit" in refused.err
     assert "--uid is for --unit" in ctl("run", "-r", NPU, "--uid", "root", "--", "true", code=2).err
     assert (
         "there is no user 'x-y' here"

@@ -117,7 +117,9 @@ def test_every_value(complete: Completer, verb: str) -> None:
                 assert given == ["a-b.service", "c\\x2dd.service"]
             elif option == "--pid":
                 assert str(os.getpid()) in given
-            elif option == "--socket":
+            elif option == "--lease":
+                assert given == ["00ff00ff"]
+            elif option in ("--socket", "--env-file"):
                 assert given == ["heteroctl"], "files"
             elif option == "--parent":
                 assert given == ["npu-0"]
