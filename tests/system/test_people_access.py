@@ -11,6 +11,7 @@ import pytest
 
 from hetero_agent import names
 from tests.support.process import PYTHON
+from tests.support.wait import PATIENCE
 from tests.system.agent import UNIT, Agent
 from tests.system.conftest import settings
 from tests.system.machine import Machine
@@ -70,7 +71,9 @@ def agent(prepared: Machine) -> Iterator[Agent]:
         one.release(lease)
     for node in NODES:
         prepared.shell(f"chmod 660 {node}")
-    prepared.wait(lambda: not any(shown(prepared, node)[1] for node in NODES), 10, "an end of all entries")
+    prepared.wait(
+        lambda: not any(shown(prepared, node)[1] for node in NODES), PATIENCE, "an end of all entries"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +144,9 @@ def test_udevadm_trigger_takes_nothing_away_for_long(prepared: Machine, agent: A
         prepared.write("/etc/udev/rules.d/71-people.rules", rules)
         prepared.run("udevadm", "control", "--reload")
         trigger(prepared)
-        prepared.wait(lambda: shown(prepared, one)[1] == {ALICE: "rw-"}, 10, f"the entry after MODE={mode}")
+        prepared.wait(
+            lambda: shown(prepared, one)[1] == {ALICE: "rw-"}, PATIENCE, f"the entry after MODE={mode}"
+        )
         assert opens(prepared, one, ALICE)
         assert not opens(prepared, one, BOB)
         assert shown(prepared, two) == (int(mode, 8), {})
@@ -163,7 +168,7 @@ def test_uaccess_alone_would_have_taken_it(prepared: Machine, agent: Agent, grou
     assert not opens(prepared, one, ALICE)
     # at its start the agent looks what is missing
     agent.systemctl("start", UNIT)
-    prepared.wait(lambda: opens(prepared, one, ALICE), 10, "the entry after the start")
+    prepared.wait(lambda: opens(prepared, one, ALICE), PATIENCE, "the entry after the start")
 
 
 def test_who_sits_at_the_machine_is_known(prepared: Machine, agent: Agent) -> None:
@@ -180,7 +185,7 @@ def test_who_sits_at_the_machine_is_known(prepared: Machine, agent: Agent) -> No
         f"{one} is open to user {SITTING}, who sits at seat9 (udev's tag uaccess, set by logind) and can use it"
         " without a lease"
     )
-    prepared.wait(lambda: told(agent, ident(one))[-1:] == [("5", text)], 10, "the user at the seat")
+    prepared.wait(lambda: told(agent, ident(one))[-1:] == [("5", text)], PATIENCE, "the user at the seat")
     findings = agent.machine.run("heteroctl", "doctor", check=False).stdout
     assert f"note   access: {text}" in findings
     # the same entry of somebody who does not sit there
@@ -190,7 +195,7 @@ def test_who_sits_at_the_machine_is_known(prepared: Machine, agent: Agent) -> No
         f"{one} has an ACL entry for user {SITTING} (rw-) that no lease gives: they can use it without one;"
         f" remove it with: setfacl -x u:{SITTING} {one}"
     )
-    prepared.wait(lambda: told(agent, ident(one))[-1:] == [("4", foreign)], 10, "the foreign entry")
+    prepared.wait(lambda: told(agent, ident(one))[-1:] == [("4", foreign)], PATIENCE, "the foreign entry")
     findings = agent.machine.run("heteroctl", "doctor", check=False).stdout
     assert f"wrong  access: {foreign}" in findings
 
@@ -206,12 +211,12 @@ def test_a_stray_rule_is_told_once(prepared: Machine, agent: Agent) -> None:
         f"{one} is open to every user (0666): anybody can use it without a lease; look for a stray udev rule"
         " with MODE="
     )
-    prepared.wait(lambda: told(agent, ident(one))[before:] == [("4", text)], 10, "the stray mode")
+    prepared.wait(lambda: told(agent, ident(one))[before:] == [("4", text)], PATIENCE, "the stray mode")
     trigger(prepared)
     prepared.write("/etc/udev/rules.d/71-people.rules", RULES)
     prepared.run("udevadm", "control", "--reload")
     trigger(prepared)
-    prepared.wait(lambda: len(told(agent, ident(one))) > before + 1, 10, "the end of it")
+    prepared.wait(lambda: len(told(agent, ident(one))) > before + 1, PATIENCE, "the end of it")
     again = f"the nodes of {ident(one)} are closed again to all but their group and the owner of a lease"
     assert told(agent, ident(one))[before:] == [("4", text), ("5", again)]
 
@@ -227,7 +232,7 @@ def test_what_was_opened_keeps_the_device(prepared: Machine, agent: Agent, group
         assert holder.stdout is not None
         assert holder.stdout.readline() == "open\n"
         agent.release(lease, uid=ALICE, groups=[group])
-        prepared.wait(lambda: shown(prepared, one) == (0o660, {}), 10, "the end of the entry")
+        prepared.wait(lambda: shown(prepared, one) == (0o660, {}), PATIENCE, "the end of the entry")
         assert not opens(prepared, one, ALICE)
         agent.wait_states({ident(one): "reclaiming", ident(NODES[1]): "idle"})
         prepared.end(holder)
@@ -250,8 +255,8 @@ def test_killed_between_grant_and_revocation(prepared: Machine, agent: Agent, gr
         lease = done.stdout.split()[1].strip('"')
         call = f"busctl call {names.BUS_NAME} {names.ROOT} {names.MANAGER} Release so r-{point} {lease}"
         prepared.run("sh", "-c", call, uid=ALICE, groups=[group], check=False)
-    prepared.wait(lambda: agent.restarted_since(pid), 20, "the next life of the agent")
-    prepared.wait(lambda: len(agent.states()) == len(NODES), 20, "its devices")
+    prepared.wait(lambda: agent.restarted_since(pid), PATIENCE, "the next life of the agent")
+    prepared.wait(lambda: len(agent.states()) == len(NODES), PATIENCE, "its devices")
     # an entry exactly while there is a lease
     alive = list(agent.leases())
     assert len(alive) == (1 if point == "granted:stored" else 0)
