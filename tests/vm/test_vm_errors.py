@@ -14,9 +14,11 @@ from tests.vm.qemu import ACCELERATOR
 #: linux/drivers/pci/pcie/aer_inject.c, struct aer_error_inj: bus, device, function, then the
 #: uncorrectable and the correctable status, the header log, the domain.
 _INJECT = """
-import struct
+import struct, time
 with open("/dev/aer_inject", "wb", buffering=0) as out:
-    out.write(struct.pack("=BBBx7I", 3, 0, 0, {uncorrectable}, {correctable}, 0, 1, 2, 3, 0))
+    for _ in range({times}):
+        out.write(struct.pack("=BBBx7I", 3, 0, 0, {uncorrectable}, {correctable}, 0, 1, 2, 3, 0))
+        time.sleep(0.2)
 """
 
 _BAD_TLP = 1 << 6
@@ -25,7 +27,7 @@ _POISONED = 1 << 12
 
 def inject(vm: Machine, *, correctable: int = 0, uncorrectable: int = 0) -> None:
     """Have the accelerator's error registers show an error, with its interrupt."""
-    text = _INJECT.format(correctable=correctable, uncorrectable=uncorrectable)
+    text = _INJECT.format(times=1, correctable=correctable, uncorrectable=uncorrectable)
     vm.run(f"modprobe aer_inject && python3 -c '{text}'")
 
 
@@ -66,6 +68,21 @@ def test_a_corrected_error_is_counted_and_changes_nothing(leased: tuple[Machine,
     vm.run("systemctl stop holder")
     assert vm.wait_for_device(ACCELERATOR, State="idle")["Health"] == "healthy"
     vm.told(ACCELERATOR, ("in-use", "reclaiming", "its pid ended"), ("reclaiming", "idle", ""))
+
+
+def test_a_storm_of_corrected_errors_is_a_doubt_until_it_is_over(vm: Machine) -> None:
+    vm.write("/run/storm", _INJECT.format(times=100_000, correctable=_BAD_TLP, uncorrectable=0))
+    vm.run("modprobe aer_inject && systemd-run --quiet --unit=storm python3 /run/storm")
+    vm.wait_for_device(ACCELERATOR, 60, Health="suspect")
+    # it is waited for until that is sure, and then given to nobody
+    assert "correctable PCIe errors per minute" in vm.refusal("r1", "lab.test/accelerator")
+    device = vm.device(ACCELERATOR)
+    assert (device["State"], device["Health"]) == ("idle", "suspect")
+    vm.run("systemctl stop storm")
+    vm.wait_for_device(ACCELERATOR, 90, Health="healthy")
+    told = vm.journal(f"MESSAGE_ID={MESSAGE_IDS[AuditKind.HEALTH]}", f"HETERO_DEVICE={ACCELERATOR}")
+    assert "unhealthy" not in " ".join(one["MESSAGE"] for one in told)
+    assert vm.changes(ACCELERATOR) == [], "it was there all the time"
 
 
 def test_an_error_that_could_not_be_recovered_from(leased: tuple[Machine, str]) -> None:
