@@ -73,7 +73,7 @@ class Entry:
     PREPARE decodes and validates (raises Refusal) and returns the request; SUBJECT finds what
     the who-may rule is about; ABOUT describes it to polkit, by the names of docs/decisions/polkit.md;
     ACT does it, at once or as a coroutine.  A coroutine begins in place, without a task, unless
-    OWN_TASK says that it needs one from the start.
+    OWN_TASK says that it needs one from the start.  ABSENT: it is also about devices that are not there.
     """
 
     act: Callable[[Call], Result | Coroutine[Any, Any, Result]]
@@ -81,6 +81,7 @@ class Entry:
     subject: Callable[[Call], object] = _nothing
     about: Callable[[Call], Mapping[str, str]] = _no_details
     own_task: bool = False
+    absent: bool = False
 
 
 Table = Mapping[str, Entry]

@@ -15,7 +15,8 @@ from hetero_agent.core.ports import Engine, Exposure
 
 
 class Devices:
-    """Handlers of the Device interface; the dispatcher has made sure that the device exists."""
+    """Handlers of the Device interface; the dispatcher has made sure that the device exists, but for
+    Uncordon."""
 
     def __init__(self, engine: Engine, guard: Guard, exposure: Exposure) -> None:
         self._engine = engine
@@ -30,14 +31,18 @@ class Devices:
             f"{names.DEVICE}.GetHistory": Entry(self._history),
             f"{names.DEVICE}.GetHolders": Entry(self._holders, subject=self._device, about=self._about),
             f"{names.DEVICE}.Cordon": Entry(self._cordon, _cordon_arguments, about=self._about),
-            f"{names.DEVICE}.Uncordon": Entry(self._cordon, _uncordon_arguments, about=self._about),
+            f"{names.DEVICE}.Uncordon": Entry(
+                self._cordon, _uncordon_arguments, about=self._about, absent=True
+            ),
         }
 
     def _device(self, call: Call) -> Device:
         return self._engine.view.devices[names.device_id_of(call.path)]
 
     def _about(self, call: Call) -> Mapping[str, str]:
-        return values.about_device(self._device(call))
+        device_id = names.device_id_of(call.path)
+        device = self._engine.view.devices.get(device_id)
+        return {"device": device_id} if device is None else values.about_device(device)
 
     def _nodes(self, call: Call) -> Result:
         nodes = self._device(call).record.nodes
@@ -74,7 +79,7 @@ class Devices:
 
     async def _cordon(self, call: Call) -> Result:
         reason: str | None = call.request
-        device = self._device(call).id
+        device = names.device_id_of(call.path)
         fingerprint = decode.fingerprint(call.member, device, reason)
         await ask(
             self._engine,

@@ -184,8 +184,11 @@ class Dispatcher:
         path, interface, member = message.path, message.interface, message.member
         here = self._objects.interfaces(path)
         if not here:
+            about = self._methods.get((interface, member))
             if interface == contract.PEER:
                 here = (contract.PEER,)
+            elif about is not None and about[2].absent and self._objects.is_of_a_device(path):
+                here = (interface,)
             else:
                 raise StandardError("UnknownObject", f"no object {printable(path, 128)}")
         if not interface:

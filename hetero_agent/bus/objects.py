@@ -83,6 +83,10 @@ class Objects:
             return _LOG
         return _BARE if path in _FIXED_CHILDREN else ()
 
+    def is_of_a_device(self, path: str) -> bool:
+        """Whether PATH is that of a device, be it there or not."""
+        return path.startswith(names.DEVICES + "/") and bool(self._device_id(path))
+
     @staticmethod
     def _device_id(path: str) -> str:
         try:

@@ -10,7 +10,17 @@ from hetero_agent import names
 from hetero_agent.bus.codec import V
 from hetero_agent.bus.decode import OPTIONS
 from hetero_agent.core.containers import container_of
-from hetero_agent.core.model import Attribute, AuditRecord, Binding, Device, Health, Holder, Instant, Lease
+from hetero_agent.core.model import (
+    Attribute,
+    AuditRecord,
+    Binding,
+    Cordon,
+    Device,
+    Health,
+    Holder,
+    Instant,
+    Lease,
+)
 from hetero_agent.core.ports import NodeAccess
 from hetero_agent.text import printable
 
@@ -172,6 +182,13 @@ def history(record: AuditRecord, with_actor: bool) -> dict[str, V]:
     return found
 
 
+def cordon(one: Cordon | None) -> dict[str, V]:
+    """Who keeps a device from being granted, why and since when; empty if nobody does."""
+    if one is None:
+        return {}
+    return {"reason": V("s", one.reason), "uid": V("u", u32(one.uid)), "since": V("t", u64(one.real))}
+
+
 def about_device(device: Device) -> dict[str, str]:
     """What polkit is told of a device."""
     return {"device": device.id, "resource": device.record.resource}
@@ -234,6 +251,7 @@ DEVICE: Mapping[str, Callable[[Device, tuple[str, ...]], Any]] = {
     "Since": lambda one, _: u64(one.since.real),
     "SinceBoottime": lambda one, _: u64(one.since.boot),
     "Cordoned": lambda one, _: one.cordon is not None,
+    "Cordon": lambda one, _: cordon(one.cordon),
     "BlockedBy": lambda _, blockers: list(blockers[:MAX_BLOCKERS]),
     "Vendor": lambda one, _: one.record.vendor[:MAX_NAME],
     "Model": lambda one, _: one.record.model[:MAX_NAME],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hetero_agent.cli import exitcodes
@@ -44,17 +45,29 @@ async def cordon(client: Client, args: argparse.Namespace, out: Printer) -> int:
 
 async def uncordon(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Uncordon devices."""
-    paths = [await client.device_path(device) for device in args.devices]
-    for path in paths:
-        await client.uncordon(path)
-    return await _devices(client, paths, out, "not cordoned any more")
+    from hetero_agent.client.errors import NotFound  # noqa: PLC0415
+
+    paths, absent = [], []
+    for device in args.devices:
+        try:
+            paths.append(await client.device_path(device))
+        except NotFound:
+            absent.append(device)
+    # these first: if one of them is no device at all, nothing is changed for the others
+    for device in (*absent, *paths):
+        await client.uncordon(device)
+    return await _devices(client, paths, out, "not cordoned any more", absent)
 
 
-async def _devices(client: Client, devices: list[str], out: Printer, word: str) -> int:
+async def _devices(
+    client: Client, devices: list[str], out: Printer, word: str, absent: Sequence[str] = ()
+) -> int:
     found = [await client.device(device) for device in devices]
     if out.as_json:
-        out.document(found)
+        out.document([*jsonable(found), *({"id": one, "state": "", "cordoned": False} for one in absent)])
     else:
+        for one in absent:
+            out.line(f"{printable(one)} is {word} (not there)")
         for device in found:
             drain = ", offline once its lease has ended" if device.cordoned and device.lease else ""
             out.line(f"{printable(device.id)} is {word} ({device.state}{drain})")

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hetero_agent.cli import exitcodes
-from hetero_agent.cli.table import Printer, ago, jsonable, short
+from hetero_agent.cli.table import Printer, ago, jsonable, short, user_name
 from hetero_agent.cli.verbs import Verbs
 from hetero_agent.text import printable
 
@@ -30,7 +30,7 @@ async def list_holders(client: Client, args: argparse.Namespace, out: Printer) -
     rows = [(device, holder) for device in args.devices for holder in await client.holders(device)]
     if out.as_json:
         out.document(
-            [{"device": device, "user": _user(holder.uid), **jsonable(holder)} for device, holder in rows]
+            [{"device": device, "user": user_name(holder.uid), **jsonable(holder)} for device, holder in rows]
         )
         return exitcodes.OK
     if not rows:
@@ -54,7 +54,7 @@ async def list_holders(client: Client, args: argparse.Namespace, out: Printer) -
             (
                 device,
                 holder.pid,
-                _user(holder.uid),
+                user_name(holder.uid),
                 holder.role,
                 holder.comm,
                 holder.exe,
@@ -86,13 +86,3 @@ def _evidence(holder: Holder) -> list[tuple[str, str]]:
 def _container(name: str) -> str:
     runtime, _, identifier = name.partition(":")
     return f"{runtime}:{identifier[:_SHORT_CONTAINER]}" if len(identifier) == 64 else name
-
-
-def _user(uid: int) -> str:
-    """The name of UID here, or the number."""
-    import pwd  # noqa: PLC0415
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import hetero_agent
 from hetero_agent.cli import exitcodes
-from hetero_agent.cli.table import Printer, ago, jsonable, moment, short, span, until
+from hetero_agent.cli.table import Printer, ago, jsonable, moment, short, span, until, user_name
 from hetero_agent.cli.verbs import Verbs, positive
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ async def _show_device(client: Client, device: Device, out: Printer) -> dict[str
                 ("since", f"{moment(device.since)} ({ago(device.since)})" if device.since else ""),
                 ("reason", device.reason),
                 ("health", device.health),
-                ("cordoned", "yes" if device.cordoned else ""),
+                ("cordoned", _cordon(device)),
                 ("blocked by", " ".join(device.blocked_by)),
                 ("lease", device.lease),
                 ("vendor", device.vendor),
@@ -208,6 +208,14 @@ async def _show_device(client: Client, device: Device, out: Printer) -> dict[str
             ]
         )
     return {"kind": "device", **jsonable(device), "nodes": jsonable(nodes)}
+
+
+def _cordon(device: Device) -> str:
+    """Why, by whom and since when a device is cordoned."""
+    if not device.cordon:
+        return "yes" if device.cordoned else ""
+    uid, since = device.cordon.get("uid", 0), device.cordon.get("since", 0)
+    return f"{device.cordon.get('reason', '')} (by {user_name(uid)}, {ago(since)})"
 
 
 async def _show_lease(client: Client, lease: Lease, out: Printer) -> dict[str, object]:

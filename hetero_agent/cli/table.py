@@ -146,6 +146,16 @@ def short(lease: str) -> str:
     return lease[:SHORT_LEASE]
 
 
+def user_name(uid: int) -> str:
+    """Return the name of UID here, or the number."""
+    import pwd  # noqa: PLC0415
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def ago(microseconds: int) -> str:
     """Return how long ago a realtime moment was: ``12s``, ``5min``, ``3h``, ``9d``; "" for 0."""
     if not microseconds:

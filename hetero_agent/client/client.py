@@ -293,8 +293,15 @@ class Client:
         await self._device(device, "Cordon", _named(request_id), reason)
 
     async def uncordon(self, device: str, *, request_id: str | None = None) -> None:
-        """Lift a cordon.  Raises NotAuthorized, NotFound, StoreFailed."""
-        await self._device(device, "Uncordon", _named(request_id))
+        """Lift a cordon, also by the id of a device that is not there.  Raises NotAuthorized, NotFound,
+        StoreFailed."""
+        try:
+            path = await self.device_path(device)
+        except NotFound:
+            if not names.DEVICE_ID.fullmatch(device):
+                raise
+            path = names.device_path(device)
+        await self._session.call(path, names.DEVICE, "Uncordon", _named(request_id))
 
     async def reap(
         self, device: str, processes: Sequence[tuple[int, int]], *, request_id: str | None = None

@@ -54,6 +54,8 @@ class Device:
     stable_id: bool = True
     sysfs: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    #: Of its cordon: reason, uid, since.
+    cordon: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Device:
@@ -103,6 +105,7 @@ class Device:
             stable_id=got.get("StableId", True),
             sysfs=got.get("Path", ""),
             attributes=dict(got.get("Attributes", {})),
+            cordon=dict(got.get("Cordon", {})),
         )
 
 

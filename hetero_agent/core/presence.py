@@ -437,11 +437,20 @@ class Presence:
             return
         requests.room(world, event.actor.uid)
         device = world.devices.get(event.device)
-        if device is None:
-            raise Refusal(ErrorKind.NOT_FOUND, f"no device {printable(event.device)}; see the list of devices")
-        old = world.cordons_of(device.record)
-        cordon, place = None, old[0] if old else world.key(device.record)
-        if event.reason is not None:
+        if device is not None:
+            old = world.cordons_of(device.record)
+        elif event.reason is None:
+            # one that is away may come back, and is under its cordon then
+            old = world.cordons_at(event.device)
+        else:
+            old = []
+        if device is None and not old:
+            text = f"no device {printable(event.device)!r}"
+            raise Refusal(ErrorKind.NOT_FOUND, f"{text}; see the list of devices")
+        cordon, place = None, old[0] if old else event.device
+        if device is not None and not old:
+            place = world.key(device.record)
+        if event.reason is not None and device is not None:
             serial = world.serial(device.record)
             cordon = Cordon(device.id, serial, event.reason, event.actor.uid, event.at.real)
             place = f"serial:{serial}" if serial else device.id

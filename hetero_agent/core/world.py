@@ -206,6 +206,11 @@ class World(Roster):
                 found.append(key)
         return found
 
+    def cordons_at(self, place: str) -> list[str]:
+        """The keys of the cordons of what was at a place and is not here now: no device is under them."""
+        under = {device.cordon for device in self.devices.values()}
+        return [key for key in sorted(self._placed.get(place, ())) if self.cordons[key] not in under]
+
     def cordon_of(self, record: DeviceRecord) -> Cordon | None:
         """The cordon that a device is under."""
         found = self.cordons_of(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -153,6 +154,29 @@ def test_cordon_and_uncordon(service: Service, client: Client) -> None:
         assert client.device("0000:00:03.0")["Cordoned"] is False
         changed = [one.body[1] for one in root.signals(PROPERTIES, "PropertiesChanged", DEVICE)]
         assert [one["Cordoned"] for one in changed if "Cordoned" in one] == [True, False]
+        words = [one["Cordon"] for one in changed if "Cordon" in one]
+        assert [(one.get("reason"), one.get("uid")) for one in words] == [("broken fan", 0), (None, None)]
+        assert abs(words[0]["since"] / 1e6 - time.time()) < 100
+
+
+def test_uncordon_of_a_device_that_is_not_there(service: Service, client: Client) -> None:
+    away = record(77)
+    path = names.device_path(away.id)
+    with Client(service.bus) as root:
+        service.do(lambda: service.observe(away))
+        root.call(path, names.DEVICE, "Cordon", "ss", "a1", "in the post")
+        service.do(lambda: service.observe(gone=[away.id]))
+        assert _error(root, path, names.DEVICE, "GetNodes", "").endswith("UnknownObject")
+        assert _error(client, path, names.DEVICE, "Uncordon", "s", "a2") == "NotAuthorized"
+        for _ in range(2):
+            assert root.call(path, names.DEVICE, "Uncordon", "s", "a3") is None
+        assert _error(root, path, names.DEVICE, "Uncordon", "s", "a4") == "NotFound"
+        assert _error(root, names.DEVICES + "/_zz", names.DEVICE, "Uncordon", "s", "a5").endswith(
+            "UnknownObject"
+        )
+        service.do(lambda: service.observe(away))
+        assert root.device(away.id)["Cordon"] == {}
+        service.do(lambda: service.observe(gone=[away.id]))
 
 
 def test_reap_of_nothing(service: Service, client: Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -399,7 +400,26 @@ def test_cordon_and_uncordon(ctl: Ctl, agent: AgentProcess) -> None:
         assert Ctl(agent.bus.address, uid=MEMBER, groups=[GROUP_GID])(verb, "npu-0", code=77).out == ""
     assert ctl("uncordon", "npu-0", "npu-1").out.splitlines()[0].startswith("npu-0 is not cordoned any more")
     assert [one["cordoned"] for one in ctl.json("uncordon", "npu-2")] == [False]
+    ctl("cordon", "npu-1", "--reason", "not the fan")
+    assert re.search(r"^cordoned: +not the fan \(by root, .*\)$", ctl("show", "npu-1").out, re.MULTILINE)
+    assert device(ctl, "npu-1")["cordon"]["reason"] == "not the fan"
+    ctl("uncordon", "npu-1")
+    assert device(ctl, "npu-1")["cordon"] == {}
     assert set(states(ctl).values()) == {"idle"}
+
+
+def test_uncordon_of_a_device_that_is_not_there(ctl: Ctl) -> None:
+    ctl("sim", "add", "away", "-r", NPU)
+    wait_until(lambda: "away" in states(ctl))
+    ctl("cordon", "away")
+    ctl("sim", "remove", "away")
+    wait_until(lambda: "away" not in states(ctl))
+    assert "no device 'nope'" in ctl("uncordon", "nope", "away", code=1).err
+    assert ctl("uncordon", "away", "npu-0").out.splitlines() == [
+        "away is not cordoned any more (not there)",
+        "npu-0 is not cordoned any more (idle)",
+    ]
+    assert "no device 'away'" in ctl("uncordon", "away", code=1).err
 
 
 # -- watch ----------------------------------------------------------------------------------------

@@ -835,6 +835,16 @@ class History(RuleBasedStateMachine):
             )
         )
 
+    @rule(pick=picks)
+    def uncordon_absent(self, pick: int) -> None:
+        """Lift the cordon of a device that is away, by its place."""
+        there = self.host.governor.devices
+        place = self._pick(pick, sorted({one for one in self.cordoned.values() if one not in there}))
+        if place is None:
+            return
+        number, token = next(self.numbers), self.host.token()
+        self.do(SetCordon(self.host.later(), token, Actor(0), f"k{number}", f"f{number}", place, None))
+
     def _cordon_answered(self, event: SetCordon) -> None:
         """Keep the model's own list of what is under a cordon: serials and places."""
         self.cordoned = {key: one.device for key, one in self.host.governor.world.cordons.items()}

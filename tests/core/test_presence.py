@@ -429,6 +429,35 @@ def test_unplug_and_replug_does_not_launder_a_cordon() -> None:
     assert host.state("d") == "offline"
 
 
+@pytest.mark.parametrize("serial", ["", "A"])
+def test_a_cordon_of_what_is_not_there_is_lifted_by_its_place(serial: str) -> None:
+    host = host_with(card("d", 1, serial=serial))
+    host.cordon("d")
+    host.observe(gone=("d",))
+    assert host.error(host.cordon("e", None)) is ErrorKind.NOT_FOUND
+    assert host.error(host.cordon("d")) is ErrorKind.NOT_FOUND
+    assert host.error(host.cordon("d", None, error="no space")) is ErrorKind.STORE_FAILED
+    assert len(host.store.cordons) == 1
+    token = host.cordon("d", None, request_id="lift")
+    assert host.body(token) == "{}"
+    assert host.store.cordons == {}
+    # told once more, with the same answer; another one finds nothing
+    assert host.body(host.cordon("d", None, request_id="lift")) == "{}"
+    assert host.error(host.cordon("d", None)) is ErrorKind.NOT_FOUND
+    host.observe(card("d", 1, serial=serial))
+    host.scan()
+    assert host.state("d") == "idle"
+
+
+def test_a_cordon_is_not_lifted_by_a_place_that_its_device_has_left() -> None:
+    host = host_with(card("d", 1, serial="A"))
+    host.cordon("d")
+    host.observe(gone=("d",))
+    host.observe(card("e", 2, serial="A"))
+    assert host.error(host.cordon("d", None)) is ErrorKind.NOT_FOUND
+    assert host.state("e") == "offline"
+
+
 def test_a_cordon_follows_the_serial() -> None:
     host = host_with(card("d", 1, serial="A"))
     host.cordon("d")
