@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -127,12 +128,14 @@ def test_an_image_or_a_caller_that_asks_for_all_gets_no_more(station: Station) -
 class Training:
     """A container `train` that keeps a leased console open."""
 
-    def __init__(self, station: Station, *options: str) -> None:
+    def __init__(
+        self, station: Station, *options: str, lease: Sequence[str] = (), then: str = "exec sleep 3600"
+    ) -> None:
         self.station = station
-        self.lease = station.lease("-r", CONSOLES)
+        self.lease = station.lease("-r", CONSOLES, *lease)
         self.path = station.ctl("manifest", self.lease, "--format", "json").json["nodes"][0][1]
         self.device = f"tty-{self.path.removeprefix('/dev/')}"
-        script = f"exec 3<>{self.path}; exec sleep 3600"
+        script = f"exec 3<>{self.path}; {then}"
         self.pid = station.podman.start("train", device(self.lease), *options, script=script)
         self.wait_in_use()
 
@@ -217,6 +220,40 @@ def test_kill_9_of_the_agent_while_the_container_lives(own: Station) -> None:
     assert own.specification(training.lease).exists()
     own.agent.start()
     training.wait_back()
+
+
+def test_two_containers_with_one_lease(station: Station) -> None:
+    """The last one counts; the first keeps the device from being anybody else's."""
+    training = Training(station)
+    second = station.podman.start("second", device(training.lease), script="exec sleep 3600")
+    binding = station.root.call(names.lease_path(training.lease), names.LEASE, "GetBinding")
+    assert binding["pid"] == second
+    station.podman.ok("kill", "second")
+    station.root.wait_for_device(training.device, State="reclaiming")
+    assert training.holders() == [training.pid]
+    station.podman.ok("kill", "train")
+    training.wait_back()
+
+
+def test_a_lease_released_while_its_container_runs(station: Station) -> None:
+    training = Training(station)
+    station.ctl("release", training.lease)
+    station.root.wait_for_device(training.device, State="reclaiming")
+    # nobody else gets it, and no other container; this one goes on
+    assert not station.specification(training.lease).exists()
+    assert alive(training.pid)
+    assert training.holders() == [training.pid]
+    station.podman.ok("kill", "train")
+    station.root.wait_for_device(training.device, State="idle")
+
+
+def test_a_lease_may_take_its_container_with_it(station: Station) -> None:
+    # the first process of a pid namespace is deaf to what it has no handler for
+    then = "trap exit TERM; sleep 3600 3>&- & wait"
+    training = Training(station, "--user=1000", lease=("--on-end=kill",), then=then)
+    station.ctl("release", training.lease)
+    wait_until(lambda: not alive(training.pid), what="the end of the container's process")
+    station.root.wait_for_device(training.device, State="idle")
 
 
 # -- a lease that is over ---------------------------------------------------------------------------
