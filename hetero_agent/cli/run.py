@@ -14,7 +14,7 @@ from hetero_agent.cli.complaints import Complaint
 from hetero_agent.cli.obtaining import obtain
 from hetero_agent.cli.table import Printer
 from hetero_agent.cli.verbs import Verbs, lease_options, request_options, seconds
-from hetero_agent.cli.vigil import Vigil
+from hetero_agent.cli.vigil import Vigil, say
 from hetero_agent.text import printable
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from hetero_agent.core.model import DeviceRecord, Instant, Obstacle
 from hetero_agent.core.symptoms import Symptoms
 from hetero_agent.discovery import correlate, monitor, profiles, sysfs
 from hetero_agent.discovery.facts import DeviceFacts
+from hetero_agent.discovery.links import LinkNews
 from hetero_agent.discovery.readers import NoReaderError, Readers, ReadTimeoutError
 from hetero_agent.text import printable
 
@@ -29,6 +30,8 @@ log = logging.getLogger("hetero_agent.discovery")
 
 #: Seconds for which uevents are gathered before their devices are read.
 COALESCE: Final = 0.002
+#: Seconds until the port of an adapter whose interface has news has followed that.
+_PORT_FOLLOWS: Final = 0.5
 #: Seconds that reading one device may take.
 READ_DEADLINE: Final = 3.0
 #: Seconds between looks at the monitor, and at the nodes of devices that lack one.
@@ -61,6 +64,7 @@ class KernelSource:
         self._buffer_sizes = buffer_sizes
         self._profiles = profiles.ProfileSet()
         self._monitor: monitor.Monitor | None = None
+        self._links = LinkNews(self._link_changed)
         self._readers = Readers()
         self._source_problem = ""
         self._listing = sysfs.Listing((), 0)
@@ -88,6 +92,8 @@ class KernelSource:
         """
         self._profiles = await asyncio.to_thread(profiles.load, self._profiles_dir)
         self._listen()
+        if "net" in self._profiles.node_subsystems:
+            self._links.start()
         await self._enumerate("", complete=True)
         self._started = True
         if self._resync_reason:
@@ -116,6 +122,7 @@ class KernelSource:
     async def stop(self) -> None:
         """Stop listening and reading; nothing is submitted afterwards."""
         self._stopped = True
+        self._links.stop()
         if self._monitor is not None:
             self._monitor.stop()
         if self._flush_timer is not None:
@@ -228,6 +235,15 @@ class KernelSource:
                     self._take(anchor, None)
                     self._publish()
                 self._dirty.add(anchor)
+        self._schedule()
+
+    def _link_changed(self, name: str | None) -> None:
+        """An interface has news, or (None) some may have: read the devices that have one; and once more
+        when its adapter has taken note, too."""
+        for path, facts in self._facts.items():
+            if any(one.subsystem == "net" and name in (one.name, None) for one in facts.children):
+                self._dirty.add(path)
+                asyncio.get_running_loop().call_later(_PORT_FOLLOWS, self.look, path)
         self._schedule()
 
     def _anchor(self, path: str, subsystem: str) -> str | None:

@@ -50,6 +50,12 @@ class _Rule:
     profiles: frozenset[str]
 
 
+def _looks(record: DeviceRecord) -> tuple[object, ...]:
+    """What discovery sees of a device that makes a probe worth while when it changes."""
+    seen = (record.attributes.get(name) for name in ("port-state", "net-state"))
+    return record.path, record.nodes, record.driver, *seen
+
+
 class HealthEdge:
     """Probes devices in rounds and hears what the kernel says of them; loop thread only.
 
@@ -151,11 +157,7 @@ class HealthEdge:
             self._arrive(record)
             return
         rebound = bool(record.driver) and not patient.record.driver
-        other = (record.path, record.nodes, record.driver) != (
-            patient.record.path,
-            patient.record.nodes,
-            patient.record.driver,
-        )
+        other = _looks(record) != _looks(patient.record)
         self._describe(patient, record)
         if rebound or repaired:
             self._stand(patient, verdict.reset(patient.standing))
