@@ -16,8 +16,8 @@ KIND: Final = "heteroagent.org/lease"
 
 _VERB: Final = "oci-hook"
 
-#: Seconds after which the runtime ends a hook; the agent answers in milliseconds, or not at all.
-HOOK_TIMEOUT: Final = 10
+#: Seconds after which the runtime ends the hook, which gives up before that and says why.
+HOOK_TIMEOUT: Final = 30
 
 #: Anybody in the container may use its nodes: they are the container's own copies, and there are
 #: no others in it than the lease's.
@@ -54,7 +54,8 @@ def confirming(address: str, interpreter: str) -> Hook:
     if __file__.startswith("/usr/lib/"):
         return Hook("/usr/bin/heteroctl", ("heteroctl", _VERB), environment)
     root = __file__.rsplit("/", 2)[0]
-    arguments = (interpreter, "-m", "hetero_agent.cli.main", _VERB)
+    # -P: it runs in the container's bundle, where nothing is ours
+    arguments = (interpreter, "-P", "-m", "hetero_agent.cli.main", _VERB)
     return Hook(interpreter, arguments, (*environment, f"PYTHONPATH={root}"))
 
 

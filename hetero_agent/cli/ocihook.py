@@ -9,6 +9,7 @@ runtime gives up the container and shows what we say.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,10 @@ from hetero_agent.cli.verbs import Verbs
 
 if TYPE_CHECKING:
     from hetero_agent.client import Client
+
+#: Seconds that the agent has to answer.  With those for the connection, fewer than the runtime waits
+#: (cdispec.HOOK_TIMEOUT), so that it is we who say what is wrong.
+_ANSWER: Final = 20.0
 
 #: Bytes of a state: annotations are in it, which may be many.
 _LARGEST: Final = 1 << 20
@@ -32,9 +37,17 @@ def register(verbs: Verbs) -> None:
 
 async def oci_hook(client: Client, args: argparse.Namespace, _: Printer) -> int:
     """Confirm the lease with the container's first process."""
+    from hetero_agent.cli.complaints import Complaint  # noqa: PLC0415
+
     pid = container_pid(sys.stdin.buffer.read(_LARGEST))
-    await _refuse_if_lost(client, args.lease)
-    await client.confirm(args.lease, pid=pid)
+    try:
+        async with asyncio.timeout(_ANSWER):
+            await _refuse_if_lost(client, args.lease)
+            await client.confirm(args.lease, pid=pid)
+    except TimeoutError as error:
+        cause = f"the agent does not answer within {_ANSWER:g} s"
+        step = "systemctl status hetero-agent; journalctl -u hetero-agent says what it is doing"
+        raise Complaint(exitcodes.UNREACHABLE, cause, (), step, "Timeout") from error
     return exitcodes.OK
 
 

@@ -135,7 +135,7 @@ def test_word_for_word() -> None:
                             "path": "/usr/bin/heteroctl",
                             "args": ["heteroctl", "oci-hook", LEASE],
                             "env": ["DBUS_SYSTEM_BUS_ADDRESS=unix:path=/x"],
-                            "timeout": 10,
+                            "timeout": 30,
                         }
                     ],
                     "deviceNodes": [
@@ -228,7 +228,7 @@ def test_the_hook_of_a_checkout_and_of_the_package(monkeypatch: pytest.MonkeyPat
     root = Path(cdispec.__file__).parents[1]
     assert here == (
         "/usr/bin/python3",
-        ("/usr/bin/python3", "-m", "hetero_agent.cli.main", "oci-hook"),
+        ("/usr/bin/python3", "-P", "-m", "hetero_agent.cli.main", "oci-hook"),
         ("DBUS_SYSTEM_BUS_ADDRESS=unix:path=/bus", f"PYTHONPATH={root}"),
     )
     monkeypatch.setattr(cdispec, "__file__", "/usr/lib/python3/dist-packages/hetero_agent/cdispec.py")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import io
 import json
 import os
 import subprocess
@@ -9,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from hetero_agent import names
+from hetero_agent import cdispec, names
+from hetero_agent.cli import ocihook
 from hetero_agent.cli.complaints import Complaint
 from hetero_agent.cli.ocihook import container_pid
+from hetero_agent.cli.table import Printer
 from tests.support.agent import GROUP_GID, MEMBER, OTHER_MEMBER, OUTSIDER, AgentProcess
 from tests.support.calls import Client, as_user
 from tests.support.ctl import Ctl
@@ -142,6 +147,23 @@ def test_what_is_no_state_confirms_nothing(ctl: Ctl) -> None:
     assert done.returncode == 2
     assert "no container's state" in done.stderr
     assert ctl.json("leases")[0]["state"] == "pending"
+
+
+def test_an_agent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf:
+        async def lease(self, name: str) -> None:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(ocihook, "_ANSWER", 0.05)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(state(7).encode())))
+    arguments = argparse.Namespace(lease="0" * 32)
+    with pytest.raises(Complaint) as caught:
+        asyncio.run(ocihook.oci_hook(Deaf(), arguments, Printer(io.StringIO(), False)))  # type: ignore[arg-type]
+    assert caught.value.code == 69
+    assert "does not answer" in caught.value.cause
+    # and before the runtime loses its patience: 5 s are for the connection
+    monkeypatch.undo()
+    assert ocihook._ANSWER + 5 < cdispec.HOOK_TIMEOUT
 
 
 def test_a_state_of_many_annotations() -> None:
