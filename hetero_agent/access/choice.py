@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from hetero_agent import names
-from hetero_agent.access.direct import Direct
 from hetero_agent.access.door import Doer
 from hetero_agent.access.grantfile import DIRECTORY
 from hetero_agent.access.places import is_system, specifications
@@ -40,6 +39,7 @@ def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer
 def _direct(table: AccessTable, runtime: Path, bus: str) -> Doer:
     # late: an agent with a helper needs none of it
     from hetero_agent.access.cdi import confirming  # noqa: PLC0415
+    from hetero_agent.access.direct import Direct  # noqa: PLC0415
     from hetero_agent.access.hands import Hands  # noqa: PLC0415
     from hetero_agent.access.netdev import Netdevs  # noqa: PLC0415
 
