@@ -2,7 +2,7 @@
 
 That is ``vm`` in ``$HETERO_AGENT_LAB_CACHE`` or /var/cache/hetero-agent-lab; below it NAME-KEY
 directories.  A thing is made beside its place and renamed into it, so what is there is whole; the two
-newest of a name are kept.
+newest of a name are kept, and those that another run uses.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from tests.system.image import CACHE
 
 ROOT: Final = CACHE / "vm"
 _KEPT: Final = 2
+
+#: What this process uses, locked for as long as it lives.
+_used: Final[list[int]] = []
 
 
 def digest(parts: Iterable[str | Path]) -> str:
@@ -51,6 +54,24 @@ def has(name: str, key: str) -> bool:
     return (ROOT / f"{name}-{key}").exists()
 
 
+def _use(place: Path) -> None:
+    """Keep PLACE from being removed by others until this process ends."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    _used.append(descriptor)
+
+
+def _in_use(place: Path) -> bool:
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def obtain(name: str, key: str, make: Callable[[Path], None]) -> Path:
     """Return the directory NAME-KEY; if it isn't there, MAKE fills it, nobody else meanwhile."""
     place = ROOT / f"{name}-{key}"
@@ -65,7 +86,9 @@ def obtain(name: str, key: str, make: Callable[[Path], None]) -> Path:
             fresh.rename(place)
             print(f"lab: made in {time.monotonic() - started:.0f} s", flush=True)
         os.utime(place)
+        _use(place)
         known = sorted(ROOT.glob(f"{name}-*"), key=lambda one: one.stat().st_mtime)
         for old in known[:-_KEPT]:
-            shutil.rmtree(old)
+            if not _in_use(old):
+                shutil.rmtree(old)
     return place

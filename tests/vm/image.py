@@ -16,6 +16,12 @@ from tests.vm import cache
 
 GUEST: Final = Path(__file__).with_name("guest")
 
+#: The agent's configuration in the guest, where starting a program alone takes seconds.
+CONFIG: Final = """\
+[grant]
+effects-timeout = 20
+"""
+
 #: Modules that the guest has, with those that they need.
 MODULES: Final = (
     "uio_pci_generic", "virtio_pci", "virtio_blk", "virtio_console", "virtio_net", "virtio-gpu", "nvme",
@@ -148,6 +154,7 @@ def _agent(tree: Path, package: Path) -> None:
     shutil.copy(package, tree / "tmp")
     _run("chroot", tree, "dpkg", "--install", f"/tmp/{package.name}")
     (tree / "tmp" / package.name).unlink()
+    (tree / "etc/hetero-agent/hetero-agent.conf").write_text(CONFIG)
 
 
 def _initrd(where: Path, tree: Path, version: str) -> None:

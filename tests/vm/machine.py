@@ -12,6 +12,7 @@ from hetero_agent import names
 from hetero_agent.audit.catalog import MESSAGE_IDS
 from hetero_agent.core.model import AuditKind
 from tests.support.wait import wait_until
+from tests.vm.image import CONFIG
 from tests.vm.qemu import Qemu
 
 #: Where `signals` finds what the guest's bus carried (lab-bus.service).
@@ -88,6 +89,10 @@ class Machine:
     def write(self, path: str, text: str) -> None:
         """Write TEXT to a file of the guest (of sysfs, usually)."""
         self.run(f"printf %s {shlex.quote(text)} > {shlex.quote(path)}")
+
+    def configure(self, text: str) -> None:
+        """Give the agent this configuration beside that of the lab; it is read by a reload or a start."""
+        self.write("/etc/hetero-agent/hetero-agent.conf", CONFIG + text)
 
     def hold(self, node: str, unit: str) -> int:
         """Have service UNIT hold NODE open for reading; returns its pid once it does."""

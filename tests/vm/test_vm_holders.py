@@ -29,7 +29,7 @@ def state(vm: Machine, pid: int) -> str:
 
 
 def test_a_holder_that_waits_in_the_kernel(vm: Machine) -> None:
-    vm.write("/etc/hetero-agent/hetero-agent.conf", _CONFIG)
+    vm.configure(_CONFIG)
     vm.run("systemctl reload hetero-agent")
     vm.run(_FROZEN)
     lease, _ = vm.allocate("r1", "lab.test/gpu", device=GPU_0, confirm="b true", on_end="s kill")

@@ -26,7 +26,7 @@ confirm = 0.5
 @pytest.fixture
 def rdma(vm: Machine) -> Machine:
     """A machine with an RDMA device over its Ethernet; its agent looks often."""
-    vm.write("/etc/hetero-agent/hetero-agent.conf", _CONFIG)
+    vm.configure(_CONFIG)
     vm.run("systemctl reload hetero-agent")
     vm.run("modprobe rdma_rxe && ip link set eth0 up && ip address add 192.0.2.1/24 dev eth0")
     vm.run("rdma link add rxe0 type rxe netdev eth0")

@@ -100,7 +100,7 @@ def test_no_node_can_be_opened_for_writing_and_no_network_be_reached(vm: Machine
 @pytest.mark.parametrize(("device", "node"), [(GPU_0, "/dev/dri/renderD128"), (ACCELERATOR, "/dev/uio0")])
 def test_opens_of_nodes_that_only_root_may_open_are_seen_at_once(vm: Machine, device: str, node: str) -> None:
     """By the watch: no scan is due, and the watch asks for the right to read."""
-    vm.write("/etc/hetero-agent/hetero-agent.conf", "[reclaim]\nscan-interval = 3600\noccupied-after = 0.5\n")
+    vm.configure("[reclaim]\nscan-interval = 3600\noccupied-after = 0.5\n")
     vm.run(f"chmod 600 {node} && chown root:root {node}")
     vm.run("systemctl restart hetero-agent")
     vm.wait_for_device(device, State="idle")
