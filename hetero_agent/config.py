@@ -168,10 +168,14 @@ _CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     ("health", "kernel-log"): ("auto", "journal", "kmsg", "off"),
 }
 
-#: Choices that may also be an absolute path, and what that looks like.
+#: Texts that are, or that besides their choices may also be, an absolute path, and what that looks like.
 _PATHS: dict[tuple[str, str], tuple[re.Pattern[str], str]] = {
     ("access", "cdi-directory"): (re.compile(r"(/.+)?", re.DOTALL), "an absolute path or nothing"),
     ("access", "helper"): (re.compile(r"/.+", re.DOTALL), "an absolute path"),
+    ("providers", "directory"): (
+        re.compile(r"((/(?!\.{1,2}(/|$))[^/\0]+)+/?)?"),
+        "an absolute path without . and .., not /, or nothing",
+    ),
 }
 
 #: Least and greatest value of a number, by (table, key); others are 1 to 2**31-1.
@@ -253,10 +257,12 @@ def _value(hint: Any, table: str, key: str, value: Any, label: str) -> Any:
     if hint is str:
         choices = _CHOICES.get((table, key))
         path, words = _PATHS.get((table, key), (None, ""))
-        if not isinstance(value, str) or (
-            choices and value not in choices and not (path and path.fullmatch(value))
-        ):
-            shown = [*choices, words] if choices and words else choices
+        limited = bool(choices or path)
+        fits = isinstance(value, str) and (
+            not limited or value in (choices or ()) or (path is not None and bool(path.fullmatch(value)))
+        )
+        if not fits:
+            shown = [*(choices or ()), *([words] if words else [])]
             raise ConfigError(
                 f"{where}: expected {' or '.join(shown) if shown else 'text'}, got {printable(value)}"
             )

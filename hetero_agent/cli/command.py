@@ -49,8 +49,10 @@ class Command:
         self.started = False
         # an inherited SIG_IGN would have the kernel reap the child behind our back
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.taken = {one for one in FORWARDED if signal.getsignal(one) is not signal.SIG_IGN}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*self.taken, signal.SIGCHLD})
+        #: What we inherited as ignored: passed on all the same, since the command may have asked for it.
+        #: (What is blocked is not thrown away, see sig_ignored() in the kernel's signal.c.)
+        self.ignored = {one for one in FORWARDED if signal.getsignal(one) is signal.SIG_IGN}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
         read_end, self._gate = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -136,7 +138,7 @@ class Relay:
         self._command = command
         self._ended = ended
         self._aborted = aborted
-        listen({*command.taken, signal.SIGCHLD}, post, self._take)
+        listen({*FORWARDED, signal.SIGCHLD}, post, self._take)
 
     def _take(self, number: int, by_terminal: bool) -> None:
         command = self._command
@@ -146,6 +148,8 @@ class Relay:
             if command.status is not None:
                 self._ended()
         elif not command.started:
+            if number in command.ignored:
+                return
             if number in ENDING:
                 self._aborted(number)
             elif number == signal.SIGTSTP:

@@ -58,6 +58,10 @@ def next_step(error: HeteroError) -> str:
 
     steps: tuple[tuple[type[HeteroError], str], ...] = (
         (
+            errors.TurnedAway,
+            "as a user with an entry: getent passwd shows which; in a container, give it one, or the host's",
+        ),
+        (
             errors.NoBus,
             "is dbus running here (systemctl status dbus)? $DBUS_SYSTEM_BUS_ADDRESS names another bus",
         ),

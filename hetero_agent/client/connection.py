@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import os
 import struct
 import urllib.parse
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from dbus_next._private.unmarshaller import Unmarshaller
 from dbus_next.constants import MessageFlag, MessageType
 from dbus_next.message import Message
 
-from hetero_agent.client.errors import CallTimeout, InvalidArgument, NoBus
+from hetero_agent.client.errors import CallTimeout, InvalidArgument, NoBus, TurnedAway
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.client")
@@ -58,6 +59,17 @@ def socket_paths(address: str) -> list[str]:
     return found
 
 
+def _in_user_database() -> bool:
+    """Whether our uid has an entry: dbus-daemon looks up the groups of whoever signs on, and drops who has
+    none (bus_connections_setup_connection, bus/connection.c)."""
+    import pwd  # noqa: PLC0415
+
+    try:
+        return bool(pwd.getpwuid(os.geteuid()))
+    except KeyError:
+        return False
+
+
 class Connection(asyncio.Protocol):
     """A signed-on connection.  Made by `open`."""
 
@@ -89,6 +101,7 @@ class Connection(asyncio.Protocol):
         failure = ""
         for path in socket_paths(address):
             one = cls(on_signal, on_lost)
+            trouble: Exception | None = None
             try:
                 async with asyncio.timeout(within):
                     await loop.create_unix_connection(lambda one=one: one, path)  # type: ignore[misc]
@@ -100,10 +113,16 @@ class Connection(asyncio.Protocol):
             except TimeoutError:
                 failure = "no answer"
             except (OSError, ConnectionLost, CallTimeout) as error:
+                trouble = error
                 failure = getattr(error, "strerror", None) or str(error) or "closed by the bus"
             else:
                 return one
             one.close()
+            if one._authenticated and isinstance(trouble, ConnectionLost) and not _in_user_database():
+                uid = os.geteuid()
+                raise TurnedAway(
+                    f"the bus at {printable(address)} lets uid {uid} not on: the user database has no such user"
+                )
         raise NoBus(f"no bus at {printable(address)}: {printable(failure)}")
 
     @staticmethod

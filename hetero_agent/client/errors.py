@@ -29,6 +29,10 @@ class NoBus(Unreachable):
     """There is no bus to connect to."""
 
 
+class TurnedAway(NoBus):
+    """The bus doesn't let us on, because the user database has no entry of our uid."""
+
+
 class NoAgent(Unreachable):
     """The bus is there; the agent is not on it."""
 

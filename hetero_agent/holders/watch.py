@@ -50,6 +50,8 @@ _MOST_READS = 4
 _REST = 0.02
 #: Seconds until a node that can't be watched is tried again, doubled each time.
 _FIRST_RETRY, _LAST_RETRY = 0.2, 30.0
+#: Why a node that is not there can't be watched.
+_GONE = os.strerror(errno.ENOENT)
 #: Seconds that a scan waits for new watches to be in place.
 _SETTLE = 1.0
 
@@ -257,7 +259,9 @@ class NodeWatch:
             outcome.own |= order.paths.get(path, False)
         for path, reason in outcome.failed.items():
             if path not in before:
-                _log.info("node %s can't be watched: %s", printable(path), reason)
+                # a node that goes is what an unplug looks like from here; the device tells of it
+                level = logging.DEBUG if reason == _GONE else logging.INFO
+                _log.log(level, "node %s can't be watched: %s", printable(path), reason)
             self._failed[order.device, path] = reason
         late = loop.time() - order.when > _SETTLE
         if outcome.own or (late and any(order.paths.values())):

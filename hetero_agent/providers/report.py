@@ -89,7 +89,9 @@ def decode_entry(device: object, where: str) -> Entry:
     """Decode the dictionary of one device; WHERE names it until its id is known.  Raises Refusal."""
     if not isinstance(device, Mapping):
         refuse(f"{where}: expected a dictionary")
-    given = device.get("id")
+    if "id" not in device:
+        refuse(f"{where}: id is missing")
+    given = device["id"]
     if not isinstance(given, str) or not names.DEVICE_ID.fullmatch(given):
         refuse(
             f"{where}: id {printable(given, 80)} does not match {names.DEVICE_ID.pattern}; it is the device's"

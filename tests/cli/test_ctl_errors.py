@@ -236,6 +236,14 @@ def _reported(standin: StandIn) -> bool:
     return True
 
 
+def test_a_uid_that_the_user_database_lacks_is_told_so(bus: PrivateBus) -> None:
+    lines = Ctl(bus.address, uid=54321)("status", code=69).err.splitlines()
+    assert lines[0] == (
+        f"heteroctl: the bus at {bus.address} lets uid 54321 not on: the user database has no such user"
+    )
+    assert lines[1].startswith("  next: as a user with an entry")
+
+
 def test_a_call_without_an_answer_can_be_interrupted(
     standin: StandIn, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

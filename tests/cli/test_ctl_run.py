@@ -323,6 +323,35 @@ def test_an_ignored_signal_stays_ignored(ctl: Ctl, place: Path) -> None:
         assert run.ended() == (128 + signal.SIGTERM, "")
 
 
+def test_a_signal_that_was_ignored_before_reaches_a_command_that_wants_it(ctl: Ctl, place: Path) -> None:
+    """A background job of a script has SIGINT and SIGQUIT ignored."""
+
+    def ignore() -> None:
+        for number in (signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+
+    with Running(ctl, place, CATCH, preexec_fn=ignore) as run:
+        for name, wanted in (("INT", "2"), ("QUIT", "2 3")):
+            run.process.send_signal(getattr(signal, f"SIG{name}"))
+            wait_until(
+                lambda wanted=wanted: (place / "got").exists() and (place / "got").read_text() == wanted,
+                what=f"the command to get {wanted}",
+            )
+        run.process.send_signal(signal.SIGTERM)
+        assert run.ended() == (33, "")
+
+
+def test_an_ignored_signal_does_not_end_the_wait(ctl: Ctl) -> None:
+    held = ctl.json("allocate", "-r", NPU, "-n", "3")["lease"]
+    ignore = lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)  # noqa: E731
+    process = ctl.spawn("run", "-r", NPU, "--wait", "100", "--", "echo", "done", preexec_fn=ignore)
+    wait_until(lambda: _children(process.pid), what="the waiting child")
+    process.send_signal(signal.SIGINT)
+    ctl("release", held)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "done\n", "")
+
+
 # -- ends -----------------------------------------------------------------------------------------
 def test_a_killed_heteroctl_leaves_the_command_and_its_lease(ctl: Ctl, place: Path) -> None:
     with Running(ctl, place, SLEEP) as run:

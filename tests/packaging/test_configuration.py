@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from dataclasses import fields
@@ -116,3 +117,18 @@ def test_the_file_has_the_choices(choices: tuple[tuple[str, str], tuple[str, ...
         above.append(lines.pop())
     remark = " ".join(above)
     assert [word for word in words if not re.search(rf"\b{word}\b", remark)] == []
+
+
+@pytest.mark.parametrize("path", ["", "/run/x", "/run/x/", "/run/.x/..y/z...", "/run/a b"])
+def test_a_provider_directory_is_a_path(path: str) -> None:
+    taken = config.parse(f"[providers.x]\ndirectory = {json.dumps(path)}\n")
+    assert taken.providers["x"].directory == path
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "//", "run/x", "/tmp/../etc", "/tmp/..", "/tmp/.", "/./tmp", "/run//x", "/run/x//", "/a\0b", "../x"],
+)
+def test_a_provider_directory_leads_nowhere_else(path: str) -> None:
+    with pytest.raises(config.ConfigError, match=r"\[x\] directory: expected an absolute path without \. and"):
+        config.parse(f"[providers.x]\ndirectory = {json.dumps(path)}\n")

@@ -131,6 +131,12 @@ def test_refused(changes: dict[str, Any], text: str) -> None:
     assert text in refused.value.text
 
 
+def test_an_entry_without_an_id() -> None:
+    with pytest.raises(Refusal) as refused:
+        report.decode_page([GOOD, {"resource": "example.com/npu"}], 3)
+    assert refused.value.text == "page 3, entry 1: id is missing"
+
+
 def test_a_missing_resource_and_an_oversized_page() -> None:
     with pytest.raises(Refusal, match="device sim-0: resource is missing"):
         report.decode_page([{"id": "sim-0"}])
