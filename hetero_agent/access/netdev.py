@@ -62,8 +62,9 @@ class Link:
     """An interface as one namespace shows it.
 
     PERMANENT is the address that it was made with, PARENT (``bus/name``) the device that it sits on,
-    "" where it has none; LOWER the number of the interface that it is on top of (in the same
-    namespace), MASTER that of its bridge or bond, 0 for none.  FILTERED: an XDP program is on it.
+    "" where it has none; LOWER the number of the interface that it is on top of, in the namespace
+    with the id BEYOND if that is not -1; MASTER that of its bridge or bond, 0 for none.  FILTERED: an
+    XDP program is on it.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Link:
     permanent: str
     parent: str
     lower: int
+    beyond: int
     master: int
     filtered: bool
 
@@ -307,10 +309,15 @@ def _needed(link: Link, links: Sequence[Link]) -> str:
         master = next((one for one in links if one.index == link.master), None)
         what = f"{master.kind or 'interface'} {master.name}" if master else f"interface {link.master}"
         return f"it is a member of {what}"
-    above = [one for one in links if one.lower == link.index and one.kind != "veth"]
+    above = _above(link, links)
     if above:
         return f"{above[0].kind or 'interface'} {above[0].name} is on top of it"
     return ""
+
+
+def _above(link: Link, links: Sequence[Link], beyond: int = -1) -> list[Link]:
+    """The interfaces that are on top of LINK; BEYOND is the id that its namespace has where LINKS are."""
+    return [one for one in links if (one.lower, one.beyond) == (link.index, beyond) and one.kind != "veth"]
 
 
 def _used(link: Link, here: int) -> str:
@@ -423,9 +430,9 @@ def _send_home(one: Moved, namespace: int, here: int) -> bool:
         link = next((link for link in links if one.is_it(link)), None)
         if link is None:
             return False
-        for above in links:
-            if above.lower == link.index and above.kind != "veth":
-                netlink.link("del", index=above.index)
+        for above in _above(link, links):
+            netlink.link("del", index=above.index)
+        _clear_beyond(link, namespace, here)
         netlink.link("set", index=link.index, state="down")
         if link.filtered:
             netlink.link("set", index=link.index, xdp_fd=-1)
@@ -435,6 +442,22 @@ def _send_home(one: Moved, namespace: int, here: int) -> bool:
         return True
 
     return _speak(namespace, leave)
+
+
+def _clear_beyond(link: Link, namespace: int, here: int) -> None:
+    """Take away what is on top of LINK in other namespaces than its own: it would go on to speak and to
+    hear through it."""
+
+    def clear(netlink: Any) -> None:
+        links = [one for one in _all_links(netlink) if one.beyond >= 0 and one.lower == link.index]
+        if links:
+            beyond = netlink.get_netnsid(fd=namespace)["nsid"]
+            for above in _above(link, links, beyond):
+                netlink.link("del", index=above.index)
+
+    for other in namespaces.others({namespaces.identity(namespace), namespaces.identity(here)}):
+        with contextlib.suppress(OSError):  # it is going, or somebody was faster
+            _speak(other, clear)
 
 
 def _settle(one: Moved, here: int) -> None:
@@ -497,7 +520,7 @@ def _link(message: Any) -> Link:
     information = message.get_attr("IFLA_LINKINFO")
     filters = message.get_attr("IFLA_XDP")
     bus, parent = text("IFLA_PARENT_DEV_BUS_NAME"), text("IFLA_PARENT_DEV_NAME")
-    elsewhere = message.get_attr("IFLA_LINK_NETNSID") is not None
+    beyond = message.get_attr("IFLA_LINK_NETNSID")
     return Link(
         index=message["index"],
         name=text("IFLA_IFNAME"),
@@ -507,7 +530,8 @@ def _link(message: Any) -> Link:
         kind=str(information.get_attr("IFLA_INFO_KIND") or "") if information else "",
         permanent=text("IFLA_PERM_ADDRESS"),
         parent=f"{bus}/{parent}" if bus and parent else "",
-        lower=0 if elsewhere else message.get_attr("IFLA_LINK") or 0,
+        lower=message.get_attr("IFLA_LINK") or 0,
+        beyond=-1 if beyond is None else beyond,
         master=message.get_attr("IFLA_MASTER") or 0,
         filtered=bool(filters and filters.get_attr("IFLA_XDP_ATTACHED")),
     )

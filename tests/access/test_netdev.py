@@ -334,6 +334,21 @@ def test_what_the_workload_put_on_top_of_it_is_gone(tmp_path: Path) -> None:
 
 
 @in_own_network
+def test_also_if_it_was_moved_elsewhere(tmp_path: Path) -> None:
+    pair()
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload, Workload() as inner:
+        netdevs.move(LEASE, ["hca0"], workload.process)
+        ip("link add link hca0 name above0 type macvlan", workload.pid)
+        ip(f"link set above0 netns {inner.pid}", workload.pid)
+        ip("link add alone0 type veth peer name alone1", inner.pid)
+        assert links(inner.pid).keys() == {"above0", "alone0", "alone1"}
+        netdevs.detach(LEASE)
+        assert links(inner.pid).keys() == {"alone0", "alone1"}
+    assert is_up("hca0")
+
+
+@in_own_network
 def test_one_that_was_moved_on(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
@@ -499,7 +514,7 @@ def test_killed_at_any_step_it_heals(tmp_path: Path, what: str, workload_dies: b
 
 # -- identity --------------------------------------------------------------------------------------------
 def link_of(name: str = "hca0", **more: object) -> Link:
-    plain = Link(3, name, 0, "02:00:00:00:00:02", 1500, "", "", "", 0, 0, False)
+    plain = Link(3, name, 0, "02:00:00:00:00:02", 1500, "", "", "", 0, -1, 0, False)
     return replace(plain, **more)  # type: ignore[arg-type]
 
 
