@@ -70,6 +70,10 @@ BUDGET = 64
 #: Boot µs after a start or a sleep in which nothing expires.
 LOOK_FIRST = 1_000_000
 
+#: Seconds until what leases of an earlier life left is swept again after a failure, at first and at most.
+SWEEP_AGAIN = 2.0
+SWEEP_AGAIN_MOST = 60.0
+
 _CALLS = (Allocate, Confirm, Release, SetCordon, Reap)
 _STEPS: dict[type, str] = {
     Allocate: "allocate",
@@ -152,7 +156,7 @@ class Engine:
         """Take up what the stores kept and act on it."""
         outcome = self.governor.restore(restored, self.now())
         self._store(outcome.changes)
-        self._spawn(self._sweep(frozenset(self.governor.leases)))
+        self._spawn(self._sweep())
         self._carry_out(outcome)
         self._look_first()
         self._scan_timer = self._loop.call_later(self._scan_interval, self._full_scan)
@@ -408,11 +412,17 @@ class Engine:
         error = await self._attempt(self._access.attach(lease, process), f"attaching lease {lease.id}")
         self.submit(AccessAttached(self.now(), lease.id, process, error))
 
-    async def _sweep(self, live: frozenset[str]) -> None:
-        error = await self._attempt(self._access.sweep(live), "sweeping what unknown leases left")
-        if error:
-            text = f"what leases gave that are not known any more could not be taken back: {error}"
-            self.submit(Note(self.now(), AuditKind.ACCESS, text, 4))
+    async def _sweep(self) -> None:
+        """Have undone what unknown leases left, again until it is: the helper may be late at a boot."""
+        pause = SWEEP_AGAIN
+        while error := await self._attempt(
+            self._access.sweep(frozenset(self.governor.leases)), "sweeping what unknown leases left"
+        ):
+            if pause == SWEEP_AGAIN:
+                text = f"what leases gave that are not known any more can't be taken back yet: {error}"
+                self.submit(Note(self.now(), AuditKind.ACCESS, text, 4))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, SWEEP_AGAIN_MOST)
 
     async def _attempt(self, work: Coroutine[Any, Any, None], what: str) -> str:
         """Do WORK within the time that effects have; returns "" or why it failed."""
