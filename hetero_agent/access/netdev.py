@@ -19,12 +19,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from hetero_agent import names
 from hetero_agent.access import namespaces
 from hetero_agent.access.grant import Grant, GrantedNode
+from hetero_agent.access.links import Link, above, all_links, links_of, speak
 from hetero_agent.access.manifest import AccessError, each
+from hetero_agent.access.movable import movable
 from hetero_agent.access.namespaces import Identity, Process
 from hetero_agent.core import address
 from hetero_agent.text import printable
@@ -35,50 +37,12 @@ VERSION: Final = 1
 
 #: Flags of an interface that are put back (netdevice(7)): up, no ARP, promiscuous, all multicast.
 _UP: Final = 0x1
-_LOOPBACK: Final = 0x8
 _FLAGS: Final = _UP | 0x80 | 0x100 | 0x200
-
-#: rtnetlink(7): the table of local addresses, a route of the kernel's own making, a unicast route,
-#: and the scopes of addresses that mean nothing beyond the link and the host.
-_TABLE_LOCAL: Final = 255
-_PROTO_KERNEL: Final = 2
-_UNICAST: Final = 1
-_SCOPES_NEAR: Final = (253, 254)
-
-#: Whether RDMA devices can be used in all network namespaces (ib_core's parameter: what
-#: ``rdma system`` shows and sets).
-_RDMA_SHARED: Final = "/sys/module/ib_core/parameters/netns_mode"
 
 #: What a helper is told that has only the rights that it needs for everything else.
 _NOT_ALLOWED: Final = (errno.EPERM, errno.EACCES, errno.EAFNOSUPPORT)
 
 _NEW: Final = ".new"
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """An interface as one namespace shows it.
-
-    PERMANENT is the address that it was made with, PARENT (``bus/name``) the device that it sits on,
-    "" where it has none; LOWER the number of the interface that it is on top of, in the namespace
-    with the id BEYOND if that is not -1; MASTER that of its bridge or bond, 0 for none.  FILTERED: an
-    XDP program is on it.
-    """
-
-    index: int
-    name: str
-    flags: int
-    address: str
-    mtu: int
-    kind: str
-    permanent: str
-    parent: str
-    lower: int
-    beyond: int
-    master: int
-    filtered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +187,12 @@ class Netdevs:
         devices = dict.fromkeys(node.device for node in grant.nodes)
         for device in devices.keys() - {device for device, _ in grant.interfaces}:
             raise AccessError(f"device {printable(device)} has no network interface that could be moved")
-        links = _links(here)
+        links = links_of(here)
         found = []
         for device, name in grant.interfaces:
             if not self._belongs(name, [node for node in grant.nodes if node.device == device]):
                 raise AccessError(f"network interface {name} is none of device {printable(device)}")
-            found.append(_moved(grant.lease, _movable(name, links, here)))
+            found.append(_moved(grant.lease, movable(name, links, here)))
         return found
 
     @contextlib.contextmanager
@@ -253,7 +217,7 @@ class Netdevs:
             )
 
     def _complete(self, record: _Record, target: int) -> bool:
-        links = _links(target)
+        links = links_of(target)
         return all(any(one.is_it(link) for link in links) for one in record.moved)
 
     def _bring_back(self, lease: str, record: _Record) -> None:
@@ -290,75 +254,6 @@ class Netdevs:
             raise AccessError(f"the record of lease {lease}'s network interfaces makes no sense") from error
 
 
-# -- what may be moved ----------------------------------------------------------------------------
-def _movable(name: str, links: Sequence[Link], here: int) -> Link:
-    """Return the host's interface NAME.  Raises AccessError, saying why, if the host needs it."""
-    link = next((one for one in links if one.name == name), None)
-    if link is None:
-        raise AccessError(f"there is no network interface {printable(name)} on this host")
-    reason = _needed(link, links) or _used(link, here) or _bound_to_host(link)
-    if reason:
-        raise AccessError(f"network interface {name} can't be moved: {reason}")
-    return link
-
-
-def _needed(link: Link, links: Sequence[Link]) -> str:
-    if link.flags & _LOOPBACK:
-        return "it is the loopback interface"
-    if link.master:
-        master = next((one for one in links if one.index == link.master), None)
-        what = f"{master.kind or 'interface'} {master.name}" if master else f"interface {link.master}"
-        return f"it is a member of {what}"
-    above = _above(link, links)
-    if above:
-        return f"{above[0].kind or 'interface'} {above[0].name} is on top of it"
-    return ""
-
-
-def _above(link: Link, links: Sequence[Link], beyond: int = -1) -> list[Link]:
-    """The interfaces that are on top of LINK; BEYOND is the id that its namespace has where LINKS are."""
-    return [one for one in links if (one.lower, one.beyond) == (link.index, beyond) and one.kind != "veth"]
-
-
-def _used(link: Link, here: int) -> str:
-    """Whether the host speaks through it: routes and addresses that are gone once it is moved."""
-
-    def look(netlink: Any) -> str:
-        for route in netlink.get_routes():
-            table = route.get_attr("RTA_TABLE") or route["table"]
-            if route["type"] != _UNICAST or table == _TABLE_LOCAL or link.index not in _outward(route):
-                continue
-            if route["dst_len"] == 0:
-                return "the host's default route goes through it"
-            if route["proto"] != _PROTO_KERNEL:
-                return f"the host's route to {route.get_attr('RTA_DST')}/{route['dst_len']} goes through it"
-        for one in netlink.get_addr(index=link.index):
-            if one["index"] == link.index and one["scope"] not in _SCOPES_NEAR:
-                return (
-                    f"the host has the address {one.get_attr('IFA_ADDRESS')}/{one['prefixlen']} on it;"
-                    f" take it away first: ip address flush dev {link.name}"
-                )
-        return ""
-
-    return _speak(here, look)
-
-
-def _outward(route: Any) -> set[int]:
-    hops = [hop["oif"] for hop in route.get_attr("RTA_MULTIPATH") or ()]
-    return {route.get_attr("RTA_OIF") or 0, *hops}
-
-
-def _bound_to_host(link: Link) -> str:
-    """Whether the device's RDMA side would stay behind."""
-    verbs = f"/sys/class/net/{link.name}/device/infiniband"
-    if os.path.isdir(verbs) and _text(_RDMA_SHARED) == "N":  # noqa: PTH112
-        return (
-            "RDMA devices are in one network namespace each on this host, so that its verbs would stay"
-            " behind: rdma system set netns shared"
-        )
-    return ""
-
-
 # -- moving ---------------------------------------------------------------------------------------
 def _moved(lease: str, link: Link) -> Moved:
     return Moved(
@@ -377,7 +272,7 @@ def _moved(lease: str, link: Link) -> Moved:
 
 def _move(one: Moved, here: int, target: int) -> None:
     """Move an interface that is on the host; it is up there if it was up here."""
-    if any(link.name == one.name for link in _links(target)):
+    if any(link.name == one.name for link in links_of(target)):
         raise AccessError(
             f"network interface {one.name} can't be moved: the workload's network namespace has one of"
             " that name"
@@ -389,22 +284,22 @@ def _move(one: Moved, here: int, target: int) -> None:
         netlink.link("set", index=one.index, net_ns_fd=target)
 
     def arrive(netlink: Any) -> None:
-        link = next((link for link in _all_links(netlink) if link.name == one.on_the_way), None)
+        link = next((link for link in all_links(netlink) if link.name == one.on_the_way), None)
         if link is None:
             raise AccessError(f"network interface {one.name} did not arrive where it was moved")
         netlink.link("set", index=link.index, ifname=one.name)
         if one.flags & _UP:
             netlink.link("set", index=link.index, state="up")
 
-    _speak(here, leave)
-    _speak(target, arrive)
+    speak(here, leave)
+    speak(target, arrive)
 
 
 def _bring_home(one: Moved, here: int, target: int | None) -> None:
     """Have an interface on the host, as it was.  Raises AccessError."""
     if target is not None and _send_home(one, target, here):
         return _settle(one, here)
-    if any(one.is_it(link) for link in _links(here)):
+    if any(one.is_it(link) for link in links_of(here)):
         return _settle(one, here)
     known = {namespaces.identity(here)}
     if target is not None:
@@ -426,12 +321,12 @@ def _send_home(one: Moved, namespace: int, here: int) -> bool:
     in it; nothing of the workload's stays on top of it."""
 
     def leave(netlink: Any) -> bool:
-        links = _all_links(netlink)
+        links = all_links(netlink)
         link = next((link for link in links if one.is_it(link)), None)
         if link is None:
             return False
-        for above in _above(link, links):
-            netlink.link("del", index=above.index)
+        for upper in above(link, links):
+            netlink.link("del", index=upper.index)
         _clear_beyond(link, namespace, here)
         netlink.link("set", index=link.index, state="down")
         if link.filtered:
@@ -441,7 +336,7 @@ def _send_home(one: Moved, namespace: int, here: int) -> bool:
         netlink.link("set", index=link.index, net_ns_fd=here)
         return True
 
-    return _speak(namespace, leave)
+    return speak(namespace, leave)
 
 
 def _clear_beyond(link: Link, namespace: int, here: int) -> None:
@@ -449,15 +344,15 @@ def _clear_beyond(link: Link, namespace: int, here: int) -> None:
     hear through it."""
 
     def clear(netlink: Any) -> None:
-        links = [one for one in _all_links(netlink) if one.beyond >= 0 and one.lower == link.index]
+        links = [one for one in all_links(netlink) if one.beyond >= 0 and one.lower == link.index]
         if links:
             beyond = netlink.get_netnsid(fd=namespace)["nsid"]
-            for above in _above(link, links, beyond):
-                netlink.link("del", index=above.index)
+            for upper in above(link, links, beyond):
+                netlink.link("del", index=upper.index)
 
     for other in namespaces.others({namespaces.identity(namespace), namespaces.identity(here)}):
         with contextlib.suppress(OSError):  # it is going, or somebody was faster
-            _speak(other, clear)
+            speak(other, clear)
 
 
 def _settle(one: Moved, here: int) -> None:
@@ -465,7 +360,7 @@ def _settle(one: Moved, here: int) -> None:
     has its name."""
 
     def look(netlink: Any) -> None:
-        links = _all_links(netlink)
+        links = all_links(netlink)
         link = next(link for link in links if one.is_it(link))
         taken = link.name != one.name and any(other.name == one.name for other in links)
         renamed = link.name != one.name and not taken
@@ -484,65 +379,8 @@ def _settle(one: Moved, here: int) -> None:
                 " give that another one"
             )
 
-    _speak(here, look)
-
-
-# -- netlink ----------------------------------------------------------------------------------------
-def _links(namespace: int) -> list[Link]:
-    return _speak(namespace, _all_links)
-
-
-def _speak(namespace: int, work: Callable[[Any], T]) -> T:
-    """Return what WORK returns with a netlink socket of NAMESPACE.  Raises OSError."""
-
-    def run() -> T:
-        # late: a seventh of a second and 14 MiB
-        from pyroute2 import IPRoute  # noqa: PLC0415
-        from pyroute2.netlink.exceptions import NetlinkError  # noqa: PLC0415
-
-        try:
-            with IPRoute() as netlink:
-                return work(netlink)
-        except NetlinkError as error:
-            raise OSError(error.code, os.strerror(error.code)) from error
-
-    return namespaces.inside(namespace, run)
-
-
-def _all_links(netlink: Any) -> list[Link]:
-    return [_link(message) for message in netlink.get_links()]
-
-
-def _link(message: Any) -> Link:
-    def text(name: str) -> str:
-        return str(message.get_attr(name) or "")
-
-    information = message.get_attr("IFLA_LINKINFO")
-    filters = message.get_attr("IFLA_XDP")
-    bus, parent = text("IFLA_PARENT_DEV_BUS_NAME"), text("IFLA_PARENT_DEV_NAME")
-    beyond = message.get_attr("IFLA_LINK_NETNSID")
-    return Link(
-        index=message["index"],
-        name=text("IFLA_IFNAME"),
-        flags=message["flags"],
-        address=text("IFLA_ADDRESS"),
-        mtu=message.get_attr("IFLA_MTU") or 0,
-        kind=str(information.get_attr("IFLA_INFO_KIND") or "") if information else "",
-        permanent=text("IFLA_PERM_ADDRESS"),
-        parent=f"{bus}/{parent}" if bus and parent else "",
-        lower=message.get_attr("IFLA_LINK") or 0,
-        beyond=-1 if beyond is None else beyond,
-        master=message.get_attr("IFLA_MASTER") or 0,
-        filtered=bool(filters and filters.get_attr("IFLA_XDP_ATTACHED")),
-    )
+    speak(here, look)
 
 
 def _all(moving: Sequence[Moved]) -> str:
     return ", ".join(one.name for one in moving)
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
