@@ -155,7 +155,7 @@ async def _allow(manager: ServiceManager, unit: str, devices: Sequence[str]) -> 
     rules = [Property("DeviceAllow", "a(ss)", [])]
     rules.append(Property("DeviceAllow", "a(ss)", [*map(list, own), *([device, "rw"] for device in ours)]))
     if service["DevicePolicy"] == "auto":  # strict stays strict
-        rules.insert(0, Property("DevicePolicy", "s", "closed"))
+        rules.append(Property("DevicePolicy", "s", "closed"))
     await manager.set_runtime(unit, rules)
     envfile.write(record, ours)
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 #: What systemd takes as the name of a service (systemd.unit(5)).
 _NAME: Final = re.compile(r"[A-Za-z0-9:_.\\-]+(@[A-Za-z0-9:_.\\-]*)?")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SUFFIX: Final = ".service"
 _LONGEST: Final = 255
 
@@ -49,6 +50,11 @@ _EXITED: Final = 1
 #: (systemd.exec(5), "Process Exit Codes"): from 200 on, of which 203 is EXEC.
 _NOT_SET_UP: Final = 200
 _NOT_EXECUTED: Final = 203
+_SET_UP: Final = {
+    200: "CHDIR: its user can't enter this directory",
+    216: "GROUP: a group of the lease can't be had",
+    217: "USER: its user can't be had",
+}
 
 _NO_RIGHT: Final = (
     "run it as root; or by polkit's action org.freedesktop.systemd1.manage-units, which is as good as root."
@@ -63,6 +69,9 @@ async def go(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run ARGUMENTS as ARGS say; return the exit code.  Raises Complaint."""
     name = unit_name(args.unit) if args.unit else ""
     user = _user(args.uid)
+    for variable in (one.partition("=")[0] for one in args.setenv):
+        if not _VARIABLE.fullmatch(variable):
+            raise complaints.usage(f"--setenv: {printable(variable)!r} is no name of a variable")
     run = _UnitRun(args, arguments, _executable(arguments[0]), name, user)
     return await run.go()
 
@@ -196,18 +205,23 @@ class _UnitRun:
     async def _not_started(self, result: str) -> Complaint | None:
         """Say why there is no command; None if there was one, over before the manager knew it had begun."""
         found = await self._manager.properties(self._name, SERVICE)
-        status = found["ExecMainStatus"]
-        if found["ExecMainPID"] and not (found["ExecMainCode"] == _EXITED and status >= _NOT_SET_UP):
+        if found["ExecMainPID"]:
+            code, status = found["ExecMainCode"], found["ExecMainStatus"]
+        else:
+            *_, code, status = found["ExecStartPre"][0]
+        not_set_up = code == _EXITED and status >= _NOT_SET_UP
+        if found["ExecMainPID"] and not not_set_up:
             return None
-        if not found["ExecMainPID"]:
-            cause = "the lease could not be bound to it" if result == "failed" else f"its start was {result}"
-            step = f"journalctl -u hetero-agent; journalctl _SYSTEMD_UNIT={self._name}"
-        elif status == _NOT_EXECUTED:
+        if found["ExecMainPID"] and status == _NOT_EXECUTED:
             cause = f"{printable(self._executable)} can't be executed"
             return Complaint(exitcodes.NOT_EXECUTABLE, cause, (), "", "not-executable")
+        if not_set_up:
+            what = _SET_UP.get(status, "systemd.exec(5), Process Exit Codes")
+            cause = f"it could not be set up: status {status} ({what})"
+            step = f"journalctl UNIT={self._name} says more"
         else:
-            cause = f"it could not be set up: status {status} (systemd.exec(5), Process Exit Codes)"
-            step = f"journalctl UNIT={self._name} says what was missing"
+            cause = "the lease could not be bound to it" if result == "failed" else f"its start was {result}"
+            step = f"journalctl -u hetero-agent; journalctl _SYSTEMD_UNIT={self._name}"
         return Complaint(exitcodes.RUN_FAILED, f"unit {self._name} did not start: {cause}", (), step, "unit")
 
     # -- the end ----------------------------------------------------------------------------------

@@ -181,6 +181,12 @@ def test_what_is_for_units_only(ctl: Ctl) -> None:
     )
 
 
+def test_no_name_of_a_variable(ctl: Ctl) -> None:
+    result = ctl("run", "--unit", "-r", NPU, "-E", "A-B=1", "--", "true", code=2)
+    assert "'A-B' is no name of a variable" in result.err
+    wait_until(lambda: ctl.json("leases") == [], what="the lease's end")
+
+
 def test_without_a_service_manager_nothing_is_left(ctl: Ctl) -> None:
     result = ctl("run", "--unit", "-r", NPU, "--", "true", code=125)
     assert "the service manager" in result.err

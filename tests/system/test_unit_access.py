@@ -223,6 +223,40 @@ def test_the_unit_has_the_lease_before_its_command_runs_and_whatever_becomes_of_
     agent.wait_states({one.id: "idle", other.id: "idle"})
 
 
+def test_the_service_manager_and_the_agent_may_restart_meanwhile(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    script = "echo up; until test -e /run/probe/end; do sleep 0.05; done; exit 5"
+    words = ["heteroctl", "run", "--unit", "lab-lasts", "-r", RESOURCE, "--", "sh", "-c", script]
+    with machine.start(*words) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "up\n"
+        agent.systemctl("daemon-reexec")
+        pid = agent.pid
+        machine.run("kill", "-KILL", str(pid))
+        machine.wait(lambda: agent.restarted_since(pid), 20, "another agent")
+        assert agent.unit("ActiveState", "lab-lasts.service") == "active"
+        machine.write("/run/probe/end", "")
+        assert run.communicate(timeout=20) == ("", None)
+        assert run.returncode == 5
+
+
+def test_a_lease_that_ends_under_the_command_is_told(
+    machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
+) -> None:
+    script = "echo up; until test -e /run/probe/end; do sleep 0.05; done"
+    words = ["heteroctl", "run", "--unit", "lab-told", "-r", RESOURCE, "--", "sh", "-c", script]
+    with machine.start(*words) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "up\n"
+        (lease,) = agent.leases()
+        agent.release(lease)
+        assert run.stdout.readline().endswith("ended: released\n")
+        machine.write("/run/probe/end", "")
+        run.communicate(timeout=20)
+        assert run.returncode == 79
+
+
 def test_what_does_not_start_leaves_nothing(
     machine: Machine, agent: Agent, two: tuple[Accelerator, Accelerator]
 ) -> None:
@@ -238,6 +272,10 @@ def test_what_does_not_start_leaves_nothing(
     machine.run("systemd-run", "--quiet", "--unit=lab-there", "sleep", "1000")
     done = machine.run("heteroctl", "run", "--unit", "lab-there", "-r", RESOURCE, "--", "true", check=False)
     assert (done.returncode, "give --unit another name" in done.stderr) == (125, True)
+    # a directory that its user can't enter
+    words = ["heteroctl", "run", "--unit", "--uid", "nobody", "-r", RESOURCE, "--", "true"]
+    done = machine.run("env", "-C", "/root", *words, check=False)
+    assert (done.returncode, "CHDIR: its user can't enter this directory" in done.stderr) == (125, True)
     # the lease is not to be had
     done = machine.run("heteroctl", "run", "--unit", "-n", "3", "-r", RESOURCE, "--", "true", check=False)
     assert done.returncode == 78
@@ -343,6 +381,7 @@ def test_a_service_of_the_administrators(
     assert machine.path(f"/run/hetero-lease/{unit}.env").stat().st_mode & 0o777 == 0o600
     wanted = {"DevicePolicy=closed", f"DeviceAllow={one.node} rw", "DeviceAllow=/dev/kmsg r"}
     assert rules(machine, unit) == wanted
+    assert agent.unit("NeedDaemonReload", unit) == "no"
     for verb in ("daemon-reload", "daemon-reexec"):
         agent.systemctl(verb)
         assert probe.opens(probe.again(unit)) == ["ok", "EPERM"], verb
@@ -423,7 +462,12 @@ def test_while_it_waits_to_be_restarted_it_has_none(
     one, other = two
     probe = Probe(machine, "waits", one, other)
     unit = service(
-        machine, "lab-waits", "Restart=always", "RestartSec=1h", *attaching("-d", one.id), f"ExecStart={probe.line}"
+        machine,
+        "lab-waits",
+        "Restart=always",
+        "RestartSec=1h",
+        *attaching("-d", one.id),
+        f"ExecStart={probe.line}",
     )
     agent.systemctl("start", unit)
     probe.report()
