@@ -13,6 +13,8 @@ from hetero_agent.access.namespaces import Process
 from hetero_agent.access.netdev import Netdevs
 
 _NETWORK: Final = "network interfaces"
+#: Seconds for them: drivers take their time to switch a card on.
+_DEADLINE: Final = 15.0
 
 
 class Direct:
@@ -38,7 +40,7 @@ class Direct:
 
     async def attach(self, grant: Grant, process: Process | None) -> None:
         """See `Netdevs.attach`."""
-        await in_thread(lambda: self._netdevs.attach(grant, process), _NETWORK)
+        await in_thread(lambda: self._netdevs.attach(grant, process), _NETWORK, _DEADLINE)
 
     async def revoke(self, lease: str) -> None:
         """See `Hands.revoke` and `Netdevs.detach`."""
@@ -56,7 +58,7 @@ class Direct:
         failure: AccessError | None = None
         if away:
             try:
-                await in_thread(lambda: self._netdevs.detach(*away), _NETWORK)
+                await in_thread(lambda: self._netdevs.detach(*away), _NETWORK, _DEADLINE)
             except AccessError as error:
                 failure = error
 

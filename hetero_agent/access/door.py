@@ -98,6 +98,10 @@ class Door:
             ordered = [known[device] for device in lease.devices]
         except KeyError as error:
             raise AccessError(f"device {printable(error.args[0])} has no record any more") from error
+        if lease.netdev is Netdev.MOVE:
+            slot = next((record.id for record in ordered if "slot" in record.attributes), "")
+            if slot:
+                raise AccessError(f"{slot} shares its network interfaces with the other slots, so they stay")
         mounts = any(record.mounts or record.optional_mounts for record in ordered)
 
         def look() -> tuple[list[Mount], dict[str, list[Node]]]:
@@ -294,9 +298,10 @@ def _gid(name: str) -> int | None:
         return None
 
 
-async def in_thread(work: Callable[[], T], what: str) -> T:
+async def in_thread(work: Callable[[], T], what: str, deadline: float | None = None) -> T:
     """Run WORK in a thread of its own: one that hangs is left behind and holds up nothing, not even
-    the end of the process."""
+    the end of the process.  DEADLINE is in seconds, `DEADLINE` unless given."""
+    seconds = DEADLINE if deadline is None else deadline
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -320,7 +325,7 @@ async def in_thread(work: Callable[[], T], what: str) -> T:
 
     threading.Thread(target=run, name=f"access: {what}", daemon=True).start()
     try:
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(seconds):
             return await future
     except TimeoutError as error:
-        raise AccessError(f"looking at {what} takes more than {DEADLINE:g} s; something there hangs") from error
+        raise AccessError(f"looking at {what} takes more than {seconds:g} s; something there hangs") from error

@@ -18,7 +18,17 @@ import pytest
 from hetero_agent.access import door as module
 from hetero_agent.access.door import Door
 from hetero_agent.access.manifest import AccessError, environment, filtered
-from hetero_agent.core.model import DeviceRecord, Instant, Joining, Lease, LeaseState, Node, RequestKey, Role
+from hetero_agent.core.model import (
+    DeviceRecord,
+    Instant,
+    Joining,
+    Lease,
+    LeaseState,
+    Netdev,
+    Node,
+    RequestKey,
+    Role,
+)
 from tests.support.timing import within
 
 LEASE_ID = "0123456789abcdef" * 2
@@ -64,6 +74,20 @@ def failure(what: Lease, *records: DeviceRecord) -> str:
 
 def record(name: str, nodes: Sequence[Node] = (), **more: Any) -> DeviceRecord:
     return DeviceRecord(name, "example.com/npu", nodes=tuple(nodes), **more)
+
+
+def test_interfaces_that_several_slots_share_stay(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    slot = record("a", [file_node(tmp_path / "a")], attributes={"slot": 1, "net": "eth7"})
+    assert "a shares its network interfaces with the other slots" in failure(
+        lease("a", netdev=Netdev.MOVE), slot
+    )
+
+
+def test_who_can_not_move_interfaces_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    one = record("a", [file_node(tmp_path / "a")], attributes={"net": "eth7"})
+    assert "the agent is not root and has no helper" in failure(lease("a", netdev=Netdev.MOVE), one)
 
 
 def test_the_whole_manifest(tmp_path: Path) -> None:
