@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from tests.support.agent import AgentProcess
 from tests.support.process import PYTHON, Program
 
 #: As sd_listen_fds(3) wants it: descriptor 3, and a pid that is the program's.
@@ -17,7 +18,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AccessHelper(Program):
-    """``hetero_agent.access_helper`` behind `socket`, for the agent whose directory this is.
+    """``hetero_agent.access_helper`` behind `socket`, for AGENT, else with directories of its own.
 
     USER may ask beside root; IDLE is the seconds after which it ends.  It is started by `start`, as
     often as one likes; the socket is there all the time, as systemd's would be.
@@ -25,18 +26,24 @@ class AccessHelper(Program):
 
     title = "access helper"
 
-    def __init__(self, user: str = "root", idle: float = 30.0, program: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        user: str = "root",
+        idle: float = 30.0,
+        program: Sequence[str] = (),
+        agent: AgentProcess | None = None,
+    ) -> None:
         super().__init__()
         self.user = user
         self.idle = idle
         self.program = tuple(program) or (PYTHON, "-m", "hetero_agent.access_helper")
-        self.config = self.directory / "hetero-agent.conf"
-        self.profiles = self.directory / "profiles.d"
-        self.runtime = self.directory / "run"
+        self.config = agent.config_path if agent else self.directory / "hetero-agent.conf"
+        self.profiles = agent.profiles if agent else self.directory / "profiles.d"
+        self.runtime = agent.runtime if agent else self.directory / "run"
         self.records = self.directory / "records"
         self.cdi = self.runtime / "cdi"
         for path in (self.profiles, self.runtime):
-            path.mkdir()
+            path.mkdir(exist_ok=True)
         self.socket = self.directory / "socket"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(str(self.socket))
