@@ -328,6 +328,30 @@ def test_reload_takes_new_profiles_and_keeps_shipped_ones_for_bad(tmp_path: Path
 
 
 @in_umockdev()
+def test_virtual_functions_that_appear_take_the_place_of_the_physical_one() -> None:
+    async def body(mock: Bed) -> None:
+        physical = amd_card(mock, CARD, 0)
+        async with watching() as seen:
+            assert list(seen.records) == [CARD]
+            for number in (0, 1):
+                # the function and the links to and from it are there before its event
+                path = amd_card(mock, f"0000:03:02.{number}", 1 + number)
+                mock.link(f"{path}/physfn", f"../{CARD}")
+                mock.link(f"{physical}/virtfn{number}", f"../0000:03:02.{number}")
+                for one in ("", f"/drm/card{1 + number}", f"/drm/renderD{129 + number}"):
+                    mock.uevent(path + one, "add")
+                await seen.until(lambda records: f"0000:03:02.{number}" in records, "the function")  # noqa: B023
+            wanted = ["0000:03:02.0", "0000:03:02.1"]
+            await seen.until(lambda records: sorted(records) == wanted, "two functions instead of one")
+            assert {seen.records[one].parent for one in wanted} == {CARD}
+            assert {seen.records[one].obstacle for one in wanted} == {Obstacle.NONE}
+            assert not any(event.resync for event in seen.events)
+
+    with bed() as mock:
+        asyncio.run(body(mock))
+
+
+@in_umockdev()
 def test_the_physical_function_is_back_when_its_virtual_ones_are_gone() -> None:
     async def body(mock: Bed) -> None:
         physical = amd_card(mock, CARD, 0)
