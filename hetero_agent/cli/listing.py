@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import hetero_agent
 from hetero_agent.cli import exitcodes
-from hetero_agent.cli.table import Printer, ago, jsonable, moment, short, span, until, user_name
+from hetero_agent.cli.table import Printer, ago, group_name, jsonable, moment, short, span, until, user_name
 from hetero_agent.cli.verbs import Verbs, positive
 
 if TYPE_CHECKING:
     from hetero_agent.client import Client
-    from hetero_agent.client.results import Device, Lease
+    from hetero_agent.client.results import Device, Lease, NodeAccess
 
 STATES = ("probing", "idle", "allocating", "in-use", "reclaiming", "occupied", "faulty", "offline", "lost")
 
@@ -179,7 +179,13 @@ async def show(client: Client, args: argparse.Namespace, out: Printer) -> int:
 
 
 async def _show_device(client: Client, device: Device, out: Printer) -> dict[str, object]:
+    from hetero_agent.client.errors import CallTimeout, Timeout  # noqa: PLC0415
+
     nodes = await client.nodes(device.path)
+    try:
+        access = await client.access(device.path)
+    except (Timeout, CallTimeout):
+        access = ()  # a file system hangs; doctor says so
     if not out.as_json:
         out.fields(
             [
@@ -204,10 +210,17 @@ async def _show_device(client: Client, device: Device, out: Printer) -> dict[str
                 ("granted", f"{device.allocation_count} times"),
                 *((f"attribute {key}", value) for key, value in sorted(device.attributes.items())),
                 *((f"node {node.role}", node.path) for node in nodes),
+                *((f"access {node.path}", _who_may(node)) for node in access),
                 ("object", device.path),
             ]
         )
-    return {"kind": "device", **jsonable(device), "nodes": jsonable(nodes)}
+    return {"kind": "device", **jsonable(device), "nodes": jsonable(nodes), "access": jsonable(access)}
+
+
+def _who_may(node: NodeAccess) -> str:
+    """Mode, owner and group as ls shows them, and the users that have an entry of their own."""
+    users = (f"{user_name(uid)} {rights}" for uid, rights in sorted(node.entries.items()))
+    return ", ".join((f"{node.mode & 0o777:04o} {user_name(node.uid)}:{group_name(node.gid)}", *users))
 
 
 def _cordon(device: Device) -> str:

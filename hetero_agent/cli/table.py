@@ -156,6 +156,16 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
+def group_name(gid: int) -> str:
+    """Return the name of GID here, or the number."""
+    import grp  # noqa: PLC0415
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
 def ago(microseconds: int) -> str:
     """Return how long ago a realtime moment was: ``12s``, ``5min``, ``3h``, ``9d``; "" for 0."""
     if not microseconds:

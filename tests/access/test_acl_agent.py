@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
+import re
 import stat
 import subprocess
 import time
@@ -179,6 +181,8 @@ def test_strangers_entries_and_modes_are_told_once(
             "remarks": [],
         }
     ]
+    shown = re.sub(" +", " ", ctl("show", DEVICE_ID).out)
+    assert f"\naccess {CONSOLE}: 0660 root:{NODE_GROUP}, {pwd.getpwuid(MEMBER).pw_name} rw-\n" in shown
     subprocess.run(["setfacl", "-m", "u:1234:rw", str(CONSOLE)], check=True)
     foreign = (
         f"{CONSOLE} has an ACL entry for user 1234 (rw-) that no lease gives: they can use it without one;"
@@ -193,7 +197,7 @@ def test_strangers_entries_and_modes_are_told_once(
     )
     wait_until(lambda: told()[1:] == [("4", stray)], what="the stray mode")
     assert f"wrong  access: {stray}" in ctl("doctor", code=None).out
-    wait_until(lambda: foreign in "".join(agent.notify.lines("STATUS=")[-1:]), what="the status line")
+    wait_until(lambda: stray in "".join(agent.notify.lines("STATUS=")), what="the status line")
     CONSOLE.chmod(0o660)
     subprocess.run(["setfacl", "-x", "u:1234", str(CONSOLE)], check=True)
     wait_until(lambda: len(told()) > 2, what="the end of it")
