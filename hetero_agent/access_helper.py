@@ -43,6 +43,9 @@ AGENT: Final = "hetero-agent"
 #: Seconds without a request after which it ends.
 IDLE: Final = 30.0
 
+#: Characters of an error in an answer: each can take twelve bytes there.
+_SHOWN: Final = protocol.ANSWER_MAX // 12 - 8
+
 #: The first descriptor that systemd passes (sd_listen_fds(3)).
 _PASSED: Final = 3
 
@@ -110,7 +113,7 @@ class Helper:
             self._do(request)
         except (AccessError, OSError) as error:
             log.error("refused or failed: %s", printable(error, 512))
-            return json.dumps({"ok": False, "error": printable(error, 512)}).encode()
+            return json.dumps({"ok": False, "error": printable(error, _SHOWN)}).encode()
         except Exception:
             log.exception("a request failed")
             return b'{"ok": false, "error": "the access helper failed; its log says how"}'
@@ -132,7 +135,13 @@ class Helper:
     def _grant(self, lease: str) -> Grant:
         """What the agent says that LEASE gives, found right.  Raises AccessError."""
         grants = self._places.runtime / grantfile.DIRECTORY
-        return verify.check(grantfile.read(grants, lease, self._owners), self._rules)
+        told = grantfile.read(grants, lease, self._owners)
+        found = verify.check(told, self._rules)
+        if len(found.nodes) < len(told.nodes):
+            log.info(
+                "lease %s: others than root could put links in place of its files; they get no entry", lease
+            )
+        return found
 
     def _sweep(self, live: Collection[str]) -> None:
         # files that no record knows are looked for where the configuration says, if it does

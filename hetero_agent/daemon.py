@@ -145,7 +145,7 @@ class Daemon:
         )
         self.bus.host_news = self._host_news
 
-    def _doer(self) -> Doer | None:
+    def _doer(self) -> Doer:
         return choose(
             self.config.access, self.places.runtime, self.places.bus, self.config.grant.effects_timeout
         )

@@ -17,23 +17,20 @@ from hetero_agent.config import AccessTable
 _HELPERS_SHARE = 0.8
 
 
-def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer | None:
+def choose(table: AccessTable, runtime: Path, bus: str, deadline: float) -> Doer:
     """Return who does it by the configuration's TABLE for the agent whose runtime directory is
     RUNTIME, and which is on the bus at the address BUS.
 
     ``auto`` is the system's helper for the system's agent, and where its socket is missing this
-    process, if it is root.  None if nobody does.  DEADLINE is the seconds that all of a grant may take.
+    process, if it is root.  DEADLINE is the seconds that all of a grant may take.
     """
-    path = Path(names.ACCESS_SOCKET if table.helper == "auto" else table.helper)
-    if table.helper == "auto":
-        remote = is_system(runtime) and (path.exists() or os.geteuid() != 0)
-    else:
-        remote = table.helper != "none"
-    if remote:
-        return Remote(path, runtime / DIRECTORY, deadline * _HELPERS_SHARE)
-    if is_system(runtime) and os.geteuid() != 0:
-        return None
-    return _direct(table, runtime, bus)
+    named = table.helper not in ("auto", "none")
+    path = Path(table.helper if named else names.ACCESS_SOCKET)
+    mine = os.geteuid() == 0 and (table.helper == "none" or not path.exists())
+    if not named and (mine or not is_system(runtime)):
+        return _direct(table, runtime, bus)
+    wanted = table.helper != "none" and (table.acl or table.cdi_directory != "" or table.move_netdevs)
+    return Remote(path, runtime / DIRECTORY, deadline * _HELPERS_SHARE, wanted=wanted)
 
 
 def _direct(table: AccessTable, runtime: Path, bus: str) -> Doer:

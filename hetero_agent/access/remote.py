@@ -30,11 +30,12 @@ class Remote:
     """Asks the helper behind SOCKET, and tells it what leases give by files in GRANTS.
 
     DEADLINE is the seconds that a request may take.  Without the socket nothing is made, and
-    `problem` says so.
+    `problem` says so; nor is it if it is not WANTED, but what was made before is undone.
     """
 
-    def __init__(self, path: Path, grants: Path, deadline: float) -> None:
+    def __init__(self, path: Path, grants: Path, deadline: float, *, wanted: bool = True) -> None:
         self._path = path
+        self._wanted = wanted
         self._files = GrantFiles(grants)
         self.deadline = deadline
         self._connection: socket.socket | None = None
@@ -46,14 +47,14 @@ class Remote:
     @property
     def problem(self) -> str:
         """What an administrator should know, "" if all is well."""
-        if not self._path.exists():
+        if self._wanted and not self._path.exists():
             return f"no access helper ({self._path}), so leases give no ACLs and no CDI files: {_START}"
         return self._unreachable
 
     async def prepare(self, grant: Grant) -> None:
         """Have the helper make what GRANT gives.  Raises AccessError; `revoke` undoes what may be
         there then."""
-        if not self._path.exists():
+        if not self._wanted or not self._path.exists():
             return
         try:
             self._files.write(grant)
@@ -70,7 +71,7 @@ class Remote:
     async def attach(self, grant: Grant, process: Process | None) -> None:
         """Have the helper move the network interfaces of GRANT, which it was told of.  Raises
         AccessError."""
-        if not self._path.exists():
+        if not self._wanted or not self._path.exists():
             raise AccessError(f"network interfaces can't be moved without the access helper: {_START}")
         pid, start = process or (0, 0)
         await self._ask("attach", grant.lease, pid=pid, start=start)

@@ -131,6 +131,10 @@ def test_it_runs_only_while_it_is_needed_and_with_one_capability(
 def test_nobody_else_reaches_it(helped: Agent, machine: Machine) -> None:
     found = machine.run("stat", "--format=%U:%G %a", names.ACCESS_DIR, names.ACCESS_SOCKET).stdout
     assert found == "root:root 755\nroot:hetero-agent 660\n"
+    # and what it believes is root's
+    for path in ("/etc/hetero-agent", "/etc/hetero-agent/profiles.d", "/etc/hetero-agent/hetero-agent.conf"):
+        assert machine.path(path).stat().st_uid == 0
+        assert not machine.path(path).stat().st_mode & 0o022
     ask = "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)"
     ask += f".connect({names.ACCESS_SOCKET!r})"
     done = machine.run(PYTHON, "-ISc", ask, uid=USER, check=False)
