@@ -341,6 +341,8 @@ def test_virtual_functions_that_appear_take_the_place_of_the_physical_one() -> N
                 for one in ("", f"/drm/card{1 + number}", f"/drm/renderD{129 + number}"):
                     mock.uevent(path + one, "add")
                 await seen.until(lambda records: f"0000:03:02.{number}" in records, "the function")  # noqa: B023
+            # the kernel ends with this (drivers/pci/iov.c, sriov_enable)
+            mock.uevent(physical, "change")
             wanted = ["0000:03:02.0", "0000:03:02.1"]
             await seen.until(lambda records: sorted(records) == wanted, "two functions instead of one")
             assert {seen.records[one].parent for one in wanted} == {CARD}
