@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hetero_agent import faultpoints, names
+from tests.support.access import AccessHelper
 from tests.support.agent import CONFIG, AgentProcess
 from tests.support.bus import PrivateBus
 from tests.support.calls import CallError, Client, V
@@ -46,9 +47,10 @@ in_a_host = run_under("unshare", "--net", "--mount", "--propagation", "private")
 
 
 class Host:
-    """A host with an accelerator, its interface ``hca0``, and an agent that may move it."""
+    """A host with an accelerator, its interface ``hca0``, and an agent that MAY move it, itself or by a
+    helper (HELPED)."""
 
-    def __init__(self, may: bool = True, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, may: bool = True, env: Mapping[str, str] | None = None, helped: bool = False) -> None:
         path = FakeSys().npu(DEVICE)
         child = path / "net/hca0"
         child.mkdir(parents=True)
@@ -60,8 +62,13 @@ class Host:
         ip("link set wire0 up")
         ip("link set hca0 up")
         self.bus = PrivateBus()
-        config = CONFIG + ("\n[access]\nmove-netdevs = true\n" if may else "")
-        self.agent = AgentProcess(self.bus, config=config, profiles={"nic.toml": PROFILE}, sources="kernel")
+        self.agent = AgentProcess(self.bus, profiles={"nic.toml": PROFILE}, sources="kernel")
+        self.helper = AccessHelper(agent=self.agent)
+        access = "\n[access]\nmove-netdevs = true\n" if may else "\n[access]\n"
+        if helped:
+            access += f'helper = "{self.helper.socket}"\n'
+            self.helper.start()
+        self.agent.write_config(CONFIG + access)
         self.agent.start(env)
         self.root = Client(self.bus)
         self.root.wait_for_device(DEVICE, State="idle", Health="healthy")
@@ -70,11 +77,13 @@ class Host:
         return {"pid": V("u", workload.pid)}
 
     def records(self) -> list[str]:
-        return [str(one) for one in (self.agent.runtime / "access").rglob("*") if not one.is_dir()]
+        places = (self.agent.runtime / "access", self.helper.records)
+        return [str(one) for place in places for one in place.rglob("*") if not one.is_dir()]
 
     def close(self) -> None:
         self.root.close()
         self.agent.close()
+        self.helper.close()
         self.bus.close()
 
 
@@ -216,6 +225,37 @@ def test_a_device_is_not_free_before_its_interface_is_back() -> None:
         wait_until(lambda: "another interface has its name now" in it.agent.log, what="the reason in the log")
         ip("link delete hca0")
         is_back(it)
+
+
+@in_a_host
+def test_the_helper_moves_it_and_another_one_brings_it_back() -> None:
+    with host(helped=True) as it, Workload() as workload:
+        lease, _ = it.root.allocate("r1", RESOURCE, options=MOVE)
+        it.root.confirm("r2", lease, it.bound(workload))
+        assert is_up("hca0", workload.pid)
+        it.helper.signal(signal.SIGKILL)
+        it.helper.wait()
+        workload.kill()
+        it.root.wait_for_device(DEVICE, State="reclaiming")
+        it.helper.start()
+        is_back(it)
+
+
+@in_a_host
+def test_the_helper_says_why_not() -> None:
+    with host(helped=True) as it, Workload() as workload:
+        lease, _ = it.root.allocate("r1", RESOURCE, options=MOVE)
+        ip("address add 192.0.2.1/24 dev hca0")
+        with pytest.raises(CallError, match=r"the host has the address 192\.0\.2\.1/24 on it"):
+            it.root.confirm("r2", lease, it.bound(workload))
+        # the helper finds for itself what belongs to the device
+        child = Path("/sys/class/net/hca0")
+        child.unlink()
+        child.symlink_to("/sys/devices/virtual/net/hca0")
+        ip("address flush dev hca0")
+        with pytest.raises(CallError, match=f"network interface hca0 is none of device {DEVICE}"):
+            it.root.confirm("r3", lease, it.bound(workload))
+        assert is_up("hca0")
 
 
 @in_a_host

@@ -70,7 +70,8 @@ class FakeSys:
         (child / "uevent").write_text(f"MAJOR=4\nMINOR={minor}\nDEVNAME=accel/accel{number}\n")
         (child / "subsystem").symlink_to("/sys/class/accel")
         Path(f"/sys/class/accel/accel{number}").symlink_to(child)
-        Path(f"/sys/dev/char/4:{minor}").symlink_to(child)
+        # relative, as the kernel's are
+        Path(f"/sys/dev/char/4:{minor}").symlink_to(f"../..{str(child).removeprefix('/sys')}")
         node = Path(f"/dev/accel/accel{number}")
         os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(4, minor))
         node.chmod(0o660)
