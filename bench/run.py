@@ -26,7 +26,7 @@ from dbus_next import Message, MessageType, Variant
 from dbus_next.aio import MessageBus
 from gi.repository import Gio
 
-from bench import echo, health, holders
+from bench import echo, health, holders, start
 from hetero_agent import names
 from tests.support.agent import CONFIG, AgentProcess
 from tests.support.bus import PrivateBus
@@ -379,6 +379,12 @@ def holder_rows(crowd: int) -> list[Row]:
     return [*rows, Row("last close -> idle on the bus, p50", statistics.median(closes), 100, "ms", remark)]
 
 
+def start_rows(many: int) -> list[Row]:
+    """How soon the agent is there again over what it left."""
+    took = start.ready(many)
+    return [Row(f"start -> READY, {many} devices, full history", took, 2000, "ms", "median of 3")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the agent against its aims.")
     parser.add_argument("--rounds", type=int, default=100, help="grants to time at each size (100)")
@@ -390,7 +396,8 @@ def main() -> int:
     few = measure(FEW, given.rounds, given.idle)
     many = measure(given.many, given.rounds, 0)
     print(f"\n{'what':<56} {'measured':>12} {'aim':>10}  verdict")
-    for row in (*table(few, many, given.idle), *health_rows(given.many), *holder_rows(given.crowd)):
+    rows = [*table(few, many, given.idle), *start_rows(given.many)]
+    for row in (*rows, *health_rows(given.many), *holder_rows(given.crowd)):
         value, aim = f"{row.value:.2f} {row.unit}", f"<= {row.aim:g} {row.unit}"
         print(f"{row.what:<56} {value:>12} {aim:>10}  {row.verdict:<7} {row.remark}".rstrip())
     return 0

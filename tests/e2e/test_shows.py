@@ -40,4 +40,4 @@ def test_bench_prints_every_line_with_a_verdict() -> None:
     done = run("bench/run.py", "--rounds", "2", "--idle", "1", "--many", "32", "--crowd", "100")
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = re.findall(r"<= [\d.]+ \S+ +(ok|OVER)", done.stdout)
-    assert len(verdicts) == 17
+    assert len(verdicts) == 18
