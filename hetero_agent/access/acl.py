@@ -30,6 +30,8 @@ _FORMATS: Final = {"char": stat.S_IFCHR, "block": stat.S_IFBLK, "file": stat.S_I
 _KINDS: Final = {form: kind for kind, form in _FORMATS.items()}
 
 _ONLY_PATH: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+#: What the walk of a path ends with where the node is not; anything else says nothing of it.
+_NOT_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 #: As many as the kernel follows (path_resolution(7)).
 _LINKS_MAX: Final = 40
 
@@ -148,7 +150,8 @@ def _reached(node: GrantedNode) -> Iterator[str]:
     try:
         inode = _walk(node.path)
     except OSError as error:
-        raise _ElsewhereError(f"{where}: {error.strerror}") from error
+        failure = _ElsewhereError if error.errno in _NOT_THERE else AccessError
+        raise failure(f"{where}: {error.strerror}") from error
     try:
         found = os.fstat(inode)
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
@@ -30,6 +31,8 @@ INTERVAL: Final = 600.0
 #: Seconds without a look after one that hung, doubled each time.
 _FIRST_PAUSE: Final = 60.0
 _LAST_PAUSE: Final = 86400.0
+#: What this process lacks; it says nothing of a node.
+_OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 #: Characters of one line in the journal.
 _TEXT_MAX: Final = 400
 
@@ -130,6 +133,7 @@ class Survey:
                 if not self._problem:
                     log.warning("who can open the nodes of devices can't be told: %s", printable(error))
                 self._problem = str(error)
+                self._due |= due
                 continue
             self._problem = ""
             for device in sorted(due):
@@ -147,10 +151,11 @@ class Survey:
                 found = await in_thread(
                     lambda: _survey(nodes, leased, open_to_all, gives), "the modes of nodes"
                 )
-            except AccessError:
-                # each look that hangs leaves a thread behind
-                self._pause = min(max(self._pause * 2, _FIRST_PAUSE), _LAST_PAUSE)
-                self._not_before = now + self._pause
+            except AccessError as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    # each look that hangs leaves a thread behind
+                    self._pause = min(max(self._pause * 2, _FIRST_PAUSE), _LAST_PAUSE)
+                    self._not_before = now + self._pause
                 raise
             self._pause = 0.0
             return found
@@ -194,7 +199,9 @@ def _survey(
         for node in rows:
             try:
                 here = acl.look(GrantedNode(device, node.path, node.role, node.kind, node.major, node.minor))
-            except AccessError:
+            except AccessError as error:
+                if getattr(error.__cause__, "errno", 0) in _OURS:
+                    raise
                 continue  # discovery and health say what is wrong with it
             users = leased.get(node.path, ())
             remarks = (

@@ -179,13 +179,13 @@ async def show(client: Client, args: argparse.Namespace, out: Printer) -> int:
 
 
 async def _show_device(client: Client, device: Device, out: Printer) -> dict[str, object]:
-    from hetero_agent.client.errors import CallTimeout, Timeout  # noqa: PLC0415
+    from hetero_agent.client.errors import AgentError, CallTimeout  # noqa: PLC0415
 
     nodes = await client.nodes(device.path)
     try:
         access = await client.access(device.path)
-    except (Timeout, CallTimeout):
-        access = ()  # a file system hangs; doctor says so
+    except (AgentError, CallTimeout):
+        access = ()  # a file system hangs, or the agent is older than this; doctor says what it is
     if not out.as_json:
         out.fields(
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -394,6 +395,22 @@ def test_no_device_is_opened_and_no_descriptor_left(node: Path) -> None:
     assert opened
     assert all(int(str(flags)) & os.O_PATH for _, _, flags in opened)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_without_descriptors_an_entry_is_not_taken_for_gone(node: Path) -> None:
+    node.chmod(0o600)
+    what = row(node)
+    acl.give(what, UID)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(AccessError, match="Too many open files"):
+            acl.take(what, UID)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert acl.entries(what) == {UID: "rw-"}
+    acl.take(what, UID)
+    assert not extended(node)
 
 
 def test_a_file_system_without_acls_is_named(tmp_path: Path) -> None:

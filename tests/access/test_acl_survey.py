@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -305,12 +306,42 @@ def test_a_file_system_that_hangs_costs_one_thread_and_no_call_waits_twice(
                 with pytest.raises(AccessError, match="hangs"):
                     await rig.survey.look("a")
                 rig.touch("a")
-            await rig.rest()
+            await wait_until_async(lambda: not rig.survey._wake.is_set(), what="the round")
             assert len(looks) == 1
             assert len(caplog.messages) == 1
             assert "can't be told" in caplog.messages[0]
         finally:
             release.set()
+
+    Rig(a=(node(),)).run(body)
+
+
+def test_a_process_without_descriptors_says_nothing_of_nodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    CONSOLE.chmod(0o666)
+    real, lacking = acl._walk, False
+
+    def walk(path: str) -> int:
+        if lacking:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path)
+
+    monkeypatch.setattr(acl, "_walk", walk)
+
+    async def body(rig: Rig) -> None:
+        nonlocal lacking
+        await rig.wait(1)
+        lacking = True
+        rig.touch("a")
+        await wait_until_async(lambda: caplog.messages, what="the complaint")
+        assert "Too many open files" in caplog.messages[0]
+        assert len(rig.survey.problems()) == 1
+        lacking = False
+        CONSOLE.chmod(0o660)
+        # what was not looked at is looked at with the next news of anything
+        rig.touch("b")
+        assert (await rig.wait(2))[0] == 5
 
     Rig(a=(node(),)).run(body)
 
