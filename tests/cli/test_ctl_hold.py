@@ -46,7 +46,7 @@ class Holding:
         self.env_file = place / "lease.env"
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(place / "notify"))
-        self.socket.settimeout(20)
+        self.socket.settimeout(60)
         ctl.env["NOTIFY_SOCKET"] = str(place / "notify")
         self.process = ctl.spawn("hold", "-r", NPU, "--env-file", str(self.env_file), *options)
 
@@ -54,7 +54,7 @@ class Holding:
         return self.socket.recv(4096).decode()
 
     def ended(self) -> tuple[int, str]:
-        _, err = self.process.communicate(timeout=20)
+        _, err = self.process.communicate(timeout=60)
         return self.process.returncode, err
 
     def __enter__(self) -> Holding:
@@ -62,7 +62,7 @@ class Holding:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=60)
         self.socket.close()
 
 
@@ -303,10 +303,10 @@ def test_the_example_gives_back_however_it_ends(ctl: Ctl, shell: list[str], plac
     script = f"echo $$ >{place}/new; mv {place}/new {place}/pid; exec sleep 1000"
     process = subprocess.Popen([*shell, "sh", "-c", script], env=ctl.env, stderr=subprocess.DEVNULL, cwd="/")
     try:
-        wait_until((place / "pid").exists, 20, "the example's command")
+        wait_until((place / "pid").exists, what="the example's command")
         assert len(ctl.json("leases")) == 1
         process.send_signal(number)
     finally:
         os.kill(int((place / "pid").read_text()), signal.SIGKILL)
-        process.wait(20)
+        process.wait(60)
     wait_until(lambda: ctl.json("leases") == [], what="the lease's end")

