@@ -66,6 +66,7 @@ class Helper:
         self._places = places
         self._owners = owners
         self._read: object = None
+        self._kept = places.records / "configuration"
         self._hook = confirming(names.SYSTEM_BUS, sys.executable)
         # enough to undo: that needs no configuration, and so works with any
         self._hands = Hands(places.records, None, False, self._hook)
@@ -151,19 +152,17 @@ class Helper:
         each(lambda: self._netdevs.detach(*away), lambda: self._hands.sweep(live))
 
     def undo_all(self) -> None:
-        """Undo all that is recorded.  Raises AccessError."""
+        """Undo all that is recorded, and forget what else is kept.  Raises AccessError."""
         self._sweep(())
+        self._kept.unlink(missing_ok=True)
 
     def _configure(self) -> None:
-        """Go by root's files as they are now.  Raises AccessError for a bad configuration."""
+        """Go by root's files as they are now.  Raises AccessError if there is no good configuration."""
         places = self._places
         seen = [_version(places.config), *_versions(places.profiles)]
         if seen == self._read:
             return
-        try:
-            settings = config.load(places.config)
-        except config.ConfigError as error:
-            raise AccessError(str(error)) from error
+        settings = self._settings()
         known = profiles.load(places.profiles)
         for problem in known.problems:
             log.warning("%s", problem)
@@ -172,6 +171,23 @@ class Helper:
         self._netdevs = Netdevs(places.records, settings.access.move_netdevs)
         self._rules = rules_of(known, settings)
         self._read = seen
+
+    def _settings(self) -> config.Config:
+        """The configuration; while the file has an error, that of before, as it does for the agent.
+        Raises AccessError if there is none of before."""
+        path = self._places.config
+        try:
+            found = config.load(path)
+        except config.ConfigError as error:
+            try:
+                before = config.load(self._kept, needed=True)
+            except config.ConfigError:
+                raise AccessError(str(error)) from error
+            log.warning("%s; the configuration of before stays in force", error)
+            return before
+        self._places.records.mkdir(parents=True, exist_ok=True)
+        self._kept.write_bytes(path.read_bytes() if path.exists() else b"")
+        return found
 
 
 def rules_of(known: profiles.ProfileSet, settings: config.Config) -> verify.Rules:

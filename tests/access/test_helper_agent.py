@@ -35,8 +35,12 @@ class Both(NamedTuple):
 
     def made(self) -> tuple[bool, int, int, int]:
         """Whether the member has an entry; how many specifications, records and grant files there are."""
-        directories = (self.helper.cdi, self.helper.records, self.helper.runtime / "grants")
-        cdi, records, grants = (len(list(one.glob("*"))) for one in directories)
+        directories = (
+            (self.helper.cdi, "*"),
+            (self.helper.records, "?" * 32),
+            (self.helper.runtime / "grants", "*"),
+        )
+        cdi, records, grants = (len(list(one.glob(form))) for one, form in directories)
         return MEMBER in entries(CONSOLE), cdi, records, grants
 
     def wait_made(self, wanted: tuple[bool, int, int, int]) -> None:
