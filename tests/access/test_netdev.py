@@ -94,6 +94,20 @@ def test_an_interface_goes_and_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 @in_own_network
+def test_into_a_container_of_a_user_and_back(tmp_path: Path) -> None:
+    pair()
+    netdevs = Netdevs(tmp_path)
+    with Workload(rootless=True) as workload:
+        netdevs.move(LEASE, ["hca0"], workload.process)
+        assert is_up("hca0", workload.pid)
+        ip("link set hca0 name mine0", workload.pid)
+        workload.kill()
+        netdevs.detach(LEASE)
+    assert is_up("hca0")
+    assert_nothing_left(tmp_path)
+
+
+@in_own_network
 def test_one_that_is_down_stays_down(tmp_path: Path) -> None:
     ip("link add hca0 type veth peer name wire0")
     netdevs = Netdevs(tmp_path)

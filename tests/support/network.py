@@ -69,10 +69,13 @@ def is_up(name: str, inside: int | None = None) -> bool:
 
 
 class Workload:
-    """A process in a network namespace of its own; a context manager that ends it."""
+    """A process in a network namespace of its own; a context manager that ends it.  That of a ROOTLESS
+    one belongs to a user namespace, as those of users' containers do."""
 
-    def __init__(self) -> None:
-        self._program = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+    def __init__(self, rootless: bool = False) -> None:
+        user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if rootless else []
+        mine = ["--user", "--map-root-user"] if rootless else []
+        self._program = subprocess.Popen([*user, "unshare", *mine, "--net", "sleep", "600"])
         self.pid = self._program.pid
         here = os.readlink(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net")
         wait_until(
