@@ -79,7 +79,7 @@ _heteroctl() {
     for word in "${words[@]:1}"; do
         if ((command >= 0)); then
             command+=1
-        elif [[ $kinds ]]; then
+        elif [[ $kinds && $word != -* ]]; then  # a value that may be left out is not an option
             kinds=''
         elif [[ $word == -- ]]; then
             [[ $(_heteroctl_arguments "$verb") == command ]] && command=0
@@ -95,7 +95,7 @@ _heteroctl() {
     if ((command >= 0)); then
         _heteroctl_command $command
         return
-    elif [[ $kinds ]]; then
+    elif [[ $kinds && $cur != -* ]]; then
         :
     elif [[ $cur == --*=* ]]; then
         kinds=$(_heteroctl_value "$verb" "${cur%%=*}")

@@ -147,6 +147,11 @@ def test_the_command_of_run(complete: Completer) -> None:
     assert complete("run -r a.b/c -- cat hetero") == ["heteroctl"]
     assert complete("run -r a.b/c -- cat --re") == [], "options are the command's"
     assert complete("run -r a.b/c --re") == ["--resource", "--require"]
+    # a name that may be left out
+    assert complete("run --unit -r a.b/") == ["a.b/npu"]
+    assert complete("run --unit --res") == ["--resource"]
+    assert "setpriv" in complete("run --unit -r a.b/c -- setp")
+    assert "setpriv" in complete("run -r a.b/c --unit -- setp")
 
 
 def test_under_bash_at_a_terminal(tmp_path: Path) -> None:
