@@ -405,7 +405,7 @@ class Engine:
 
     async def _renew(self, lease: Lease) -> None:
         error = await self._attempt(self._access.renew(lease), f"renewing lease {lease.id}")
-        self.submit(AccessRenewed(self.now(), lease.id, error))
+        self.submit(AccessRenewed(self.now(), lease.id, error, lease.lost))
 
     async def _attach(self, effect: AttachAccess) -> None:
         lease, process = effect.lease, effect.process

@@ -113,23 +113,38 @@ class Hands:
         self._records.write(grant.lease, Made(grant.uid, directory, nodes))
         if self._specifications is not None:
             cdi.write(self._specifications, grant, self._hook)
-        if self._entries:
-            self._give(grant, nodes)
-
-    @staticmethod
-    def _give(grant: Grant, nodes: Iterable[GrantedNode]) -> None:
-        """Give the entry on those of NODES that are still in GRANT; one node that is gone or sick
-        costs the others nothing."""
         granted = {place(node) for node in grant.nodes}
-        problems = []
-        for node in nodes:
-            if place(node) in granted:
-                try:
-                    acl.give(node, grant.uid)
-                except AccessError as error:
-                    problems.append(str(error))
+        kept = tuple(node for node in nodes if place(node) in granted)
+        problems = self._take_lost(grant, [node for node in nodes if place(node) not in granted])
+        if not problems and len(kept) < len(nodes):
+            self._records.write(grant.lease, Made(grant.uid, directory, kept))
+        if self._entries:
+            problems += self._give(grant, kept)
         if problems:
             raise AccessError("; ".join(problems[:3]))
+
+    def _take_lost(self, grant: Grant, nodes: Iterable[GrantedNode]) -> list[str]:
+        """Take back the entry on nodes that GRANT gave and does not any more: the devices went away,
+        and may come back at the same nodes as somebody else's."""
+        problems = []
+        for node in nodes:
+            if not self._records.has_another(grant.lease, node, grant.uid):
+                try:
+                    acl.take(node, grant.uid)
+                except AccessError as error:
+                    problems.append(str(error))
+        return problems
+
+    @staticmethod
+    def _give(grant: Grant, nodes: Iterable[GrantedNode]) -> list[str]:
+        """Give the entry on NODES; one that is gone or sick costs the others nothing."""
+        problems = []
+        for node in nodes:
+            try:
+                acl.give(node, grant.uid)
+            except AccessError as error:
+                problems.append(str(error))
+        return problems
 
     def _nodes(self, grant: Grant, before: Made | None) -> tuple[GrantedNode, ...]:
         """The nodes on which the entry of GRANT's uid is ours, or will be: an entry that was there

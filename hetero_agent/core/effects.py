@@ -78,7 +78,8 @@ class RevokeAccess:
 
 @dataclass(frozen=True, slots=True)
 class RenewAccess:
-    """See that all is there that the lease gives, and make what is not; answer AccessRenewed."""
+    """See that all is there that the lease gives, and nothing of the devices that it lost; answer
+    AccessRenewed."""
 
     lease: Lease
 

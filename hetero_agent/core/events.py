@@ -173,11 +173,12 @@ class AccessAttached:
 @dataclass(frozen=True, slots=True)
 class AccessRenewed:
     """What LEASE gives was looked at and is all there (again), or it could not be made for the
-    reason ERROR."""
+    reason ERROR.  LOST are the devices of it that were away and from which nothing is given any more."""
 
     at: Instant
     lease: str
     error: str = ""
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -664,6 +664,9 @@ class Grants:
             self.end(lease, Trigger.EFFECT_FAILED, at, cause=device_id, reason=f"{device_id} went away")
         elif lease.on_fault is OnFault.KILL:
             self.end(lease, Trigger.UNPLUGGED, at, cause=device_id, reason=f"{device_id} went away")
+        else:
+            # it may come back at the same node, and be another's then
+            self.world.retract(lease)
 
 
 def _bound_to(lease: Lease) -> Iterable[str]:

@@ -421,8 +421,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """What an ended lease gave is being taken back.  ERROR says why the last try failed, WAITING
-    that a device of it was found free of holders meanwhile and is still not returned."""
+    """What an ended lease gave, or a live one of devices that it lost, is being taken back.
+
+    ERROR says why the last try failed, WAITING that a device of it was found free of holders
+    meanwhile and is still not returned.
+    """
 
     error: str = ""
     waiting: bool = False

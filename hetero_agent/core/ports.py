@@ -67,7 +67,8 @@ class Access(Protocol):
         Raises AccessError (ValueError) with all undone."""
 
     async def renew(self, lease: Lease) -> None:
-        """Make again what is missing of the effects of a granted lease.  Raises AccessError."""
+        """Make again what is missing of the effects of a granted lease, and undo those for devices
+        that it lost.  Raises AccessError."""
 
     async def attach(self, lease: Lease, process: ProcessRef | None) -> None:
         """Have the network interfaces of a granted lease in the namespace of PROCESS, the host's for

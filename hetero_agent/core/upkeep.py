@@ -39,13 +39,19 @@ class Upkeep:
         """See that a granted lease gives all that it should."""
         lease = self.world.leases.get(lease_id)
         if lease is not None and lease.alive and lease.granted:
-            self.world.effect(RenewAccess(lease))
+            if lease.lost:
+                self.world.retract(lease)
+            else:
+                self.world.effect(RenewAccess(lease))
 
     def renewed(self, event: AccessRenewed) -> None:
         """It does, or it can't be made so: said once."""
         lease = self.world.leases.get(event.lease)
-        before = self._lacking.get(event.lease, "")
-        if lease is None or not lease.alive or event.error == before:
+        if lease is None or not lease.alive:
+            return
+        if lease.id in self.world.revoking and event.lost == lease.lost:
+            self._taken_back(lease.id, event.error, event.at, "renew")
+        if event.error == self._lacking.get(event.lease, ""):
             return
         if event.error:
             self.world.assign(self._lacking, event.lease, event.error)
@@ -56,19 +62,22 @@ class Upkeep:
     # -- after their end -------------------------------------------------------------------------
     def revoked(self, event: AccessRevoked) -> None:
         """What an ended lease gave is taken back, or the attempt failed and is made again."""
-        world = self.world
-        world.discard(self._lacking, event.lease)
-        before = world.revoking.get(event.lease)
-        if before is None:
-            return
-        if event.error:
-            world.assign(world.revoking, event.lease, replace(before, error=event.error))
-            world.alarm(event.at.boot + _AGAIN, "revoke", event.lease)
-            if event.error != before.error:
+        self.world.discard(self._lacking, event.lease)
+        before = self.world.revoking.get(event.lease)
+        if before is not None:
+            self._taken_back(event.lease, event.error, event.at, "revoke")
+            if event.error and event.error != before.error:
                 self._problem(event.lease, event.at, "could not be taken back", event.error)
+
+    def _taken_back(self, lease_id: str, error: str, at: Instant, again: str) -> None:
+        world = self.world
+        before = world.revoking[lease_id]
+        if error:
+            world.assign(world.revoking, lease_id, replace(before, error=error))
+            world.alarm(at.boot + _AGAIN, again, lease_id)
             return
-        world.discard(world.revoking, event.lease)
-        waiting = tuple(one for one, debt in world.debts.items() if debt.lease == event.lease)
+        world.discard(world.revoking, lease_id)
+        waiting = tuple(one for one, debt in world.debts.items() if debt.lease == lease_id)
         if before.waiting and waiting:
             world.effect(RequestScan(waiting))
 

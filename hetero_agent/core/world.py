@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from hetero_agent.core.effects import (
     DeviceRemoved,
+    RenewAccess,
     RevokeAccess,
     StateChanged,
     WatchHealth,
@@ -163,6 +164,13 @@ class World(Roster):
         if lease_id not in self.revoking:
             self.assign(self.revoking, lease_id, Revocation())
         self.effect(RevokeAccess(lease_id))
+
+    def retract(self, lease: Lease) -> None:
+        """Have taken back what a live lease gives of the devices that it lost: none of them is
+        returned before."""
+        if lease.id not in self.revoking:
+            self.assign(self.revoking, lease.id, Revocation())
+        self.effect(RenewAccess(lease))
 
     def history(self, record: DeviceRecord) -> list[AuditRecord]:
         """The last transitions of a device, oldest first: those since its serial is known, wherever

@@ -290,6 +290,8 @@ class History(RuleBasedStateMachine):
                 self.work.append(effect)
             if isinstance(effect, RevokeAccess):
                 self.given.add(effect.lease)
+            elif isinstance(effect, RenewAccess) and effect.lease.lost:
+                self.given.add(effect.lease.id)
             if isinstance(effect, PrepareAccess):
                 self._granted(effect)
             elif isinstance(effect, Reply):
@@ -897,7 +899,10 @@ class History(RuleBasedStateMachine):
             self.do(AccessRevoked(at, effect.lease, "" if well else "read-only"))
         elif isinstance(effect, RenewAccess):
             assert effect.lease.granted
-            self.do(AccessRenewed(at, effect.lease.id, "" if well else "read-only"))
+            lease = self.host.governor.leases.get(effect.lease.id)
+            if well and lease is not None and lease.alive and lease.lost == effect.lease.lost:
+                self.given.discard(lease.id)
+            self.do(AccessRenewed(at, effect.lease.id, "" if well else "read-only", effect.lease.lost))
         elif isinstance(effect, AttachAccess):
             self._attached(effect, at, well)
         elif isinstance(effect, Terminate):
@@ -1131,8 +1136,14 @@ class History(RuleBasedStateMachine):
             if not debt.overdue:
                 assert world._due["debt", debt.device] <= debt.deadline
         for lease_id, one in world.revoking.items():
-            asked = any(isinstance(work, RevokeAccess) and work.lease == lease_id for work in self.work)
-            assert asked or ("revoke", lease_id) in world._due, "nobody takes back what it gave"
+            lease = world.leases.get(lease_id)
+            alive = lease is not None and lease.alive
+            asked = any(
+                (isinstance(work, RenewAccess) and work.lease == lease)
+                or (isinstance(work, RevokeAccess) and work.lease == lease_id)
+                for work in self.work
+            )
+            assert asked or ("renew" if alive else "revoke", lease_id) in world._due, "nobody takes it back"
             assert asked or one.error
         assert len(world._alarms) <= 4 * len(world._due) + 64
 

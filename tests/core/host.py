@@ -19,6 +19,7 @@ from hetero_agent.core.effects import (
     Outcome,
     PrepareAccess,
     Refuse,
+    RenewAccess,
     Reply,
     RequestScan,
     Restored,
@@ -30,6 +31,7 @@ from hetero_agent.core.effects import (
 from hetero_agent.core.events import (
     AccessFailed,
     AccessPrepared,
+    AccessRenewed,
     AccessRevoked,
     Allocate,
     Confirm,
@@ -230,10 +232,17 @@ class Host:
 
     def _revoked(self, event: Event) -> bool:
         """Answer, before EVENT, the revocations that the last outcome asked for."""
-        asked = [] if isinstance(event, AccessRevoked) else self.of(RevokeAccess)
-        for effect in asked:
-            self.do(AccessRevoked(self.now(), effect.lease))
-        return bool(asked)
+        if isinstance(event, (AccessRevoked, AccessRenewed)):
+            return False
+        answers: list[Event] = [AccessRevoked(self.now(), one.lease) for one in self.of(RevokeAccess)]
+        answers += [
+            AccessRenewed(self.now(), one.lease.id, "", one.lease.lost)
+            for one in self.of(RenewAccess)
+            if one.lease.lost
+        ]
+        for answer in answers:
+            self.do(answer)
+        return bool(answers)
 
     def take(self, outcome: Outcome) -> None:
         """Note what an outcome asks for."""

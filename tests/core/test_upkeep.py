@@ -169,3 +169,45 @@ def test_what_can_not_be_made_again_is_told_once() -> None:
     host.release(lease.id)
     host.do(AccessRevoked(host.later(), lease.id))
     assert host.governor.upkeep.lacking(lease.id) == ""
+
+
+def test_a_device_that_comes_back_to_a_live_lease_waits_for_what_that_gave() -> None:
+    host = host_with()
+    lease = host.use()
+    host.observe(gone=("d",))
+    lost = host.governor.leases[lease.id]
+    assert (lost.lost, host.of(RenewAccess)) == (("d",), [RenewAccess(lost)])
+    host.observe(card("d"))
+    host.scan()
+    assert (host.state("d"), host.device("d").reason) == ("reclaiming", "access-not-revoked")
+    # one that was asked for before the device went says nothing of it
+    host.do(AccessRenewed(host.later(), lease.id))
+    host.scan()
+    assert host.state("d") == "reclaiming"
+    host.do(AccessRenewed(host.later(), lease.id, "read-only", ("d",)))
+    host.tick(SECOND)
+    assert host.of(RenewAccess) == [RenewAccess(lost)]
+    host.do(AccessRenewed(host.later(), lease.id, "", ("d",)))
+    assert host.scans() == ["d"]
+    host.scan()
+    assert host.state("d") == "idle"
+    assert host.governor.leases[lease.id].alive
+
+
+def test_what_a_live_lease_lost_is_still_owed_after_a_start_and_after_its_end() -> None:
+    host = host_with()
+    lease = host.use()
+    host.observe(gone=("d",))
+    host.observe(card("d"))
+    host.restart()
+    assert [one.lease.lost for one in host.of(RenewAccess)] == [("d",)]
+    host.observe(card("d"), complete=True)
+    host.scan()
+    assert host.state("d") == "reclaiming"
+    host.release(lease.id)
+    host.do(AccessRenewed(host.later(), lease.id, "", ("d",)))
+    host.scan()
+    assert host.state("d") == "reclaiming"
+    host.do(AccessRevoked(host.later(), lease.id))
+    host.scan()
+    assert host.state("d") == "idle"
