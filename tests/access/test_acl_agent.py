@@ -301,3 +301,38 @@ def test_a_lost_device_costs_the_others_nothing(bus: PrivateBus) -> None:
         if vendor is not None:
             vendor.close()
         agent.close()
+
+
+def test_a_lost_device_that_comes_back_is_its_owners_no_more(bus: PrivateBus) -> None:
+    """Its file stayed as it was; the lease goes on with its other device."""
+    agent = AgentProcess(bus)
+    vendor = None
+    try:
+        agent.start()
+        vendor = Vendor(agent)
+        vendor.add("npu-0", "npu-1")
+        files = [vendor.file(one) for one in ("npu-0", "npu-1")]
+        for file in files:
+            file.chmod(0o660)
+        vendor.wait_idle()
+        with Client(bus, MEMBER, [GROUP_GID]) as client, Client(bus, OTHER_MEMBER, [GROUP_GID]) as other:
+            lease, _ = client.allocate("r1", VENDOR_RESOURCE, 2, {"confirm": V("b", True)})
+            entry = vendor.devices["npu-0"]
+            vendor.remove("npu-0")
+            client.wait_for_device("npu-0", State="lost")
+            wait_until(lambda: not extended(files[0]), what="the lost device's entry taken back")
+            assert opens(files[1], MEMBER)
+            vendor.devices["npu-0"] = entry
+            vendor.report()
+            other.wait_for_device("npu-0", State="idle")
+            theirs, _ = other.allocate("r2", VENDOR_RESOURCE, 1, {"confirm": V("b", True)})
+            assert [opens(files[0], one) for one in (MEMBER, OTHER_MEMBER)] == [False, True]
+            other.release("r3", theirs)
+            client.release("r4", lease)
+            for one in ("npu-0", "npu-1"):
+                client.wait_for_device(one, State="idle")
+            assert not extended(files[0])
+    finally:
+        if vendor is not None:
+            vendor.close()
+        agent.close()

@@ -14,7 +14,7 @@ import pytest
 from hetero_agent.access.grant import Grant
 from hetero_agent.access.hands import Hands
 from hetero_agent.access.manifest import AccessError
-from tests.access.granting import HOOK, LEASE, OTHER, OTHER_UID, UID, entries, grant
+from tests.access.granting import HOOK, LEASE, OTHER, OTHER_UID, UID, entries, grant, row
 from tests.support.console import CONSOLE
 from tests.support.process import PYTHON, ROOT
 
@@ -95,6 +95,23 @@ def test_a_node_that_is_gone_costs_the_others_nothing(host: Host) -> None:
     hands.revoke(LEASE)
     assert entries(host.node) == set()
     assert list(host.records.iterdir()) == []
+
+
+def test_a_node_that_is_not_given_any_more_is_taken_back(host: Host) -> None:
+    """A device of the lease was unplugged; another lease of the same uid keeps what it has."""
+    hands = host.hands()
+    hands.prepare(grant(host.file, host.node))
+    hands.prepare(grant(host.node))
+    assert (entries(host.file), entries(host.node)) == (set(), {UID})
+    assert json.loads((host.records / LEASE).read_text())["nodes"] == [["npu-0", *row(host.node)[1:]]]
+    hands.prepare(grant(host.file, host.node))
+    hands.prepare(grant(host.file, lease=OTHER))
+    hands.prepare(grant(host.node))
+    assert entries(host.file) == {UID}
+    hands.revoke(OTHER)
+    assert entries(host.file) == set()
+    hands.revoke(LEASE)
+    assert host.made() == NOTHING
 
 
 def test_root_needs_no_entry(host: Host) -> None:
