@@ -331,8 +331,9 @@ def _profile_attributes(facts: DeviceFacts, profile: Profile) -> dict[str, Attri
     found: dict[str, Attribute] = {}
     for key, rule in profile.attributes.items():
         if rule.name_of:
-            found_names = [one.name for one in facts.children if one.subsystem == rule.name_of]
-            text = ",".join(found_names if rule.all else found_names[:1])
+            here = [one.name for one in facts.children if one.subsystem == rule.name_of]
+            while len(text := ",".join(here if rule.all else here[:1])) > _ATTRIBUTE_TEXT_MAX and rule.all:
+                here.pop()  # whole names only: a part of one may be another's
         else:
             text = facts.extra.get(key, "")
         if rule.number:

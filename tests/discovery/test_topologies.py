@@ -221,6 +221,8 @@ def test_roce_and_infiniband_adapters() -> None:
         mock.file(f"{hca}/infiniband/mlx5_1/ports/2/state", "1: DOWN\n")
         mock.file(f"{hca}/infiniband/mlx5_1/ports/2/link_layer", "InfiniBand\n")
         mock.child(roce, "net", "ens1f0np0")
+        for number in range(20):
+            mock.child(hca, "net", f"ibs2f0np{number:02}")
         # Ethernet without RDMA is none of ours; an InfiniBand card without driver is
         mock.pci("0000:61:00.0", "8086:1572", "020000", "i40e")
         mock.pci("0000:62:00.0", "15b3:1021", "020700")
@@ -248,6 +250,8 @@ def test_roce_and_infiniband_adapters() -> None:
         "link-layer": "InfiniBand",
     }
     assert {key: both.attributes[key] for key in wanted} == wanted
+    # what does not fit is left out whole
+    assert both.attributes["net"] == ",".join(f"ibs2f0np{number:02}" for number in range(11))
     assert "mlx5_0" not in record.aliases
     assert records["0000:62:00.0"].obstacle is Obstacle.NO_DRIVER
 
