@@ -118,11 +118,12 @@ class SqliteLasting:
 
     def load(self, restored: Restored) -> None:
         """Add to RESTORED (from the ledger) the cordons, counts and history, and set its sequence
-        and generation to where this life starts.  Waits a few seconds for the disk at most.
+        and generation to where this life starts.  Waits a few seconds at most for a disk that does not
+        answer, and for one that does as long as it takes.
         Raises StoreUnusable for a newer schema, StoreInUse if another process has the file."""
         self._used = {GENERATION: restored.generation, SEQUENCE: restored.sequence}
         self._thread.start()
-        if self._loaded.wait(_START_WAIT):
+        if self._answered():
             if self._failure is not None:
                 raise self._failure
             restored.cordons += self._found.cordons.values()
@@ -137,6 +138,15 @@ class SqliteLasting:
         restored.generation, restored.sequence = starts[GENERATION], starts[SEQUENCE]
         with self._lock:
             self._reserve(restored.generation, restored.sequence)
+
+    def _answered(self) -> bool:
+        """Wait for what the file holds; False if nothing of it has come for a while."""
+        before = -1
+        while not self._loaded.wait(_START_WAIT):
+            if self._file.rows == before:
+                return False
+            before = self._file.rows
+        return True
 
     def store_cordon(self, device: str, cordon: Cordon | None, done: Callable[[str], None]) -> None:
         """Write a cordon, or its removal; DONE is called on the loop with the error text, "" once

@@ -6,14 +6,19 @@ import asyncio
 import itertools
 import sqlite3
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero_agent.core.effects import Restored
 from hetero_agent.core.model import Cordon
+from hetero_agent.store import lasting as lasting_module
+from hetero_agent.store import lasting_file
+from hetero_agent.store.codec import decode
 from hetero_agent.store.database import StoreInUse, StoreUnusable
 from hetero_agent.store.lasting import SqliteLasting
 from hetero_agent.store.lasting_file import BLOCK, HISTORY
@@ -99,6 +104,24 @@ def test_counts_and_history_come_back(path: Path) -> None:
     assert HISTORY == 20
     with opened(path) as (_, restored):
         assert restored.history[samples.DEVICE] == [samples.audit(n) for n in (*range(12, 31), 32)]
+
+
+def test_a_file_that_is_read_slowly_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not lose a cordon: only a disk that says nothing at all is given up."""
+    with opened(path) as (lasting, _):
+        assert store(lasting, samples.DEVICE, samples.cordon()) == ""
+        lasting.note(samples.changes(*map(samples.audit, range(1, HISTORY + 1))))
+
+    def slow(kind: type[Any], text: str) -> Any:
+        time.sleep(0.1)
+        return decode(kind, text)
+
+    monkeypatch.setattr(lasting_module, "_START_WAIT", 0.5)
+    monkeypatch.setattr(lasting_file, "decode", slow)
+    with opened(path) as (_, restored):
+        assert restored.cordons == [samples.cordon()]
+        assert [len(one) for one in restored.history.values()] == [HISTORY]
+        assert restored.notes == []
 
 
 def test_counts_are_written_soon_without_a_close(path: Path) -> None:
