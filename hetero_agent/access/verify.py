@@ -89,7 +89,8 @@ def check(grant: Grant, rules: Rules) -> Grant:
     """Return GRANT if all that it names may be named by RULES.
 
     Files that others than root could exchange for a link are left out: whoever makes the container
-    would follow it.  Raises AccessError, naming what may not be.
+    would follow it.  So are the groups of files that are others' to give to a group.  Raises
+    AccessError, naming what may not be.
     """
     manifest = grant.manifest
     if manifest.keys() != _KEYS:
@@ -102,14 +103,15 @@ def check(grant: Grant, rules: Rules) -> Grant:
     for device in _listed(manifest["devices"], _DEVICES_MAX, "devices"):
         _text(device, names.DEVICE_ID, "device")
     groups = set(rules.groups)
-    nodes = [row for row in _listed(manifest["nodes"], _ROWS_MAX, "nodes") if _node(row, rules, groups)]
+    others: set[int] = set()
+    nodes = [row for row in _listed(manifest["nodes"], _ROWS_MAX, "nodes") if _node(row, rules, groups, others)]
     for row in _listed(manifest["mounts"], _ROWS_MAX, "mounts"):
         _mount(row, rules)
     for key in ("env", "env-filtered"):
         _variables(manifest[key], rules, key)
     for group in _listed(manifest["groups"], _ROWS_MAX, "groups"):
         _number(group, 2**32 - 2, "group")
-        if group not in groups:
+        if group not in groups | others:
             _refuse(f"group {group}", "is none that a profile names or that may open a node of the grant")
     limits = manifest["limits"]
     if not isinstance(limits, dict):
@@ -123,12 +125,14 @@ def check(grant: Grant, rules: Rules) -> Grant:
         # whether it may be moved is looked at when it is to be (netdev.py)
         _text(row[0], names.DEVICE_ID, "device of a network interface")
         _text(row[1], names.INTERFACE, "network interface")
-    return Grant(grant.lease, grant.uid, {**manifest, "nodes": nodes})
+    kept = [group for group in manifest["groups"] if group in groups]  # type: ignore[attr-defined]
+    return Grant(grant.lease, grant.uid, {**manifest, "nodes": nodes, "groups": kept})
 
 
 # -- nodes ------------------------------------------------------------------------------------------
-def _node(row: object, rules: Rules, groups: set[int]) -> bool:
-    """Check a row of nodes, and add the node's own group to GROUPS; False if it is to be left out."""
+def _node(row: object, rules: Rules, groups: set[int], others: set[int]) -> bool:
+    """Check a row of nodes, and add the node's own group to GROUPS, or to OTHERS if not only root can
+    choose it; False if the row is to be left out."""
     if not isinstance(row, list) or len(row) != 6:
         _refuse("nodes", "has a row that is none")
     device, path, role, kind, major, minor = row
@@ -140,7 +144,7 @@ def _node(row: object, rules: Rules, groups: set[int]) -> bool:
     _number(major, 2**32 - 1, "major")
     _number(minor, 2**32 - 1, "minor")
     if kind == "file":
-        return _file(path, rules)
+        return _file(path, rules, groups, others)
     if kind != "char":
         _refuse(f"node {path}", "is no character node")
     found = _in_dev(path)
@@ -195,8 +199,8 @@ def _driven(major: int, drivers: tuple[str, ...]) -> bool:
     return any(line.split() == [str(major), name] for line in text.splitlines() for name in drivers)
 
 
-def _file(path: str, rules: Rules) -> bool:
-    """Whether a file may be named and only root decides what is there."""
+def _file(path: str, rules: Rules, groups: set[int], others: set[int]) -> bool:
+    """Whether a file may be named and only root decides what is there; its group as in `_node`."""
     if not any(path.startswith(f"{directory}/") for directory in rules.directories):
         _refuse(f"file {path}", "lies in no provider's directory")
     try:
@@ -205,7 +209,9 @@ def _file(path: str, rules: Rules) -> bool:
         raise AccessError(f"file {path}: {error.strerror}") from error
     if not stat.S_ISREG(found[0].st_mode) or found[0].st_nlink != 1:
         _refuse(f"file {path}", "is no regular file with one name")
-    return all(one.st_uid == 0 and stat.S_ISDIR(one.st_mode) and not one.st_mode & 0o022 for one in found[1:])
+    roots = all(one.st_uid == 0 and stat.S_ISDIR(one.st_mode) and not one.st_mode & 0o022 for one in found[1:])
+    (groups if roots and found[0].st_uid == 0 else others).add(found[0].st_gid)
+    return roots
 
 
 # -- the rest ---------------------------------------------------------------------------------------

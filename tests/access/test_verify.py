@@ -149,6 +149,19 @@ def test_a_file_that_its_provider_could_exchange_for_a_link_is_left_out(device_f
     assert verify.check(grant(device_file), by).nodes == ()
 
 
+def test_the_group_of_a_file_is_given_if_it_is_roots_to_choose(device_file: Path) -> None:
+    by = of_a_provider(device_file.parent)
+    os.chown(device_file, 0, 12345)
+    given = grant(device_file, groups=[12345])
+    assert verify.check(given, by) == given
+    os.chown(device_file, 1000, 12345)
+    assert verify.check(given, by).manifest["groups"] == []
+    os.chown(device_file, 0, 12345)
+    os.chown(device_file.parent, 1000, -1)
+    assert verify.check(given, by).manifest["groups"] == []
+    assert "group 42" in refused(device_file, by=by, groups=[42])
+
+
 def test_files_that_are_none(device_file: Path) -> None:
     by = of_a_provider(device_file.parent)
     nodes = grant(device_file).manifest["nodes"]
