@@ -61,7 +61,7 @@ def _nothing_left_behind() -> Iterator[None]:
     process.logs.clear()
     before = _marked()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while True:
         left = {pid: what for pid, what in _marked().items() if pid not in before}
         if not left or time.monotonic() > deadline:

@@ -151,7 +151,7 @@ def test_second_agent_does_not_take_the_name(bus: PrivateBus, agent: AgentProces
     second = AgentProcess(bus)
     try:
         second.spawn()
-        assert second.wait(15) != 0
+        assert second.wait(60) != 0
         assert names.BUS_NAME in second.log
     finally:
         second.close()
@@ -162,7 +162,7 @@ def test_bad_config_at_start_names_the_key(bus: PrivateBus) -> None:
     agent = AgentProcess(bus, config="[grant]\nconfirm-within = 31\n")
     try:
         agent.spawn()
-        assert agent.wait(15) != 0
+        assert agent.wait(60) != 0
         assert "confirm-within" in agent.log
         assert "Traceback" not in agent.log
     finally:
@@ -174,7 +174,7 @@ def test_a_config_that_was_named_must_be_there(bus: PrivateBus) -> None:
     try:
         agent.config_path.unlink()
         agent.spawn()
-        assert agent.wait(15) == 2
+        assert agent.wait(60) == 2
         assert agent.log == f"hetero-agent: {agent.config_path}: there is no such file\n"
     finally:
         agent.close()
