@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hetero_agent import names
+from hetero_agent.client.errors import UnexpectedReply
+from hetero_agent.text import printable
+
 #: Variables by which vendors' runtimes choose devices: an inherited one speaks of devices that
 #: are not the lease's, so it is removed before the manifest's own are set.  (Vendors' manuals;
 #: the makers' container toolkits.)
@@ -44,6 +48,10 @@ _FAMILIES = re.compile(
     r"ASCEND_(.*_)?VISIBLE_DEVICES|ASCEND_VNPU_SPECS|HABANA_VISIBLE_.+|HETERO_(LEASE|DEVICE|RESOURCE).*"
 )
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+#: Of the agent's own, which no profile and no provider may set.
+_OURS: Final = frozenset({"HETERO_LEASE_ID", "HETERO_RESOURCE", "HETERO_DEVICES", "HETERO_DEVICE_COUNT"})
+
 
 def chooses_devices(variable: str) -> bool:
     """Tell whether an environment variable chooses devices."""
@@ -75,15 +83,16 @@ class Manifest:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Manifest:
-        """Read a decoded manifest; unknown keys are kept in RAW only."""
+        """Read a decoded manifest; unknown keys are kept in RAW only.  Raises UnexpectedReply for
+        variables by which whoever sets them would run code as us."""
         return cls(
             lease=raw.get("lease", ""),
             resource=raw.get("resource", ""),
             devices=tuple(raw.get("devices", ())),
             nodes=tuple(tuple(node) for node in raw.get("nodes", ())),
             mounts=tuple(tuple(mount) for mount in raw.get("mounts", ())),
-            env=dict(raw.get("env", {})),
-            env_filtered=dict(raw.get("env-filtered", {})),
+            env=_checked(raw.get("env", {})),
+            env_filtered=_checked(raw.get("env-filtered", {})),
             groups=tuple(raw.get("groups", ())),
             limits=dict(raw.get("limits", {})),
             confirm_by_boottime=raw.get("confirm-by-boottime", 0),
@@ -106,3 +115,35 @@ class Manifest:
         """Return BASE without inherited choices of devices, with the lease's own."""
         kept = {key: value for key, value in base.items() if not chooses_devices(key)}
         return {**kept, **self.variables()}
+
+
+def _checked(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return VARIABLES.  Raises UnexpectedReply.
+
+    The agent is a user of its own and we are root often enough: it must not be able to say LD_PRELOAD
+    once it was taken over.  Nor may a name be more than one, since shells read it.
+    """
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            raise UnexpectedReply(f"the agent gives a variable of the name {printable(name, 64)!r}")
+        if name not in _OURS and names.FORBIDDEN_VARIABLE.fullmatch(name) and name not in _of_profiles():
+            raise UnexpectedReply(
+                f"the agent gives {name}, by which code can be run, and no profile in {names.PROFILES_DIR}"
+                " names it: was it taken over?"
+            )
+    return dict(variables)
+
+
+def _of_profiles() -> set[str]:
+    """The variables that root's profiles name; the package's own name none that is asked for here."""
+    import tomllib  # noqa: PLC0415 (costs startup, and is needed once in a blue moon)
+    from pathlib import Path  # noqa: PLC0415
+
+    found: set[str] = set()
+    for path in sorted(Path(names.PROFILES_DIR).glob("*.toml")):
+        try:
+            profile = tomllib.loads(path.read_text(encoding="utf-8"))
+            found |= profile.get("env", {}).keys() | profile.get("parts", {}).get("env", {}).keys()
+        except (OSError, ValueError, AttributeError):
+            continue  # the agent says what is wrong with it
+    return found

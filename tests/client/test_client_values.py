@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from dbus_next import Variant
 
 from hetero_agent import names
 from hetero_agent.client import Manifest, contract, errors, events, wire
+from hetero_agent.client.errors import UnexpectedReply
 from hetero_agent.client.manifest import chooses_devices
 from hetero_agent.client.results import Status
 from hetero_agent.core.effects import ErrorKind
@@ -158,3 +160,35 @@ def test_importing_the_library_imports_no_device_library() -> None:
     loaded = subprocess.check_output([PYTHON, "-c", code], text=True, cwd=ROOT).split()
     heavy = {"pyroute2", "pyudev", "systemd", "sqlite3", "hetero_agent.core"}
     assert not heavy & set(loaded)
+
+
+@pytest.mark.parametrize("key", ["env", "env-filtered"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LD_PRELOAD",
+        "OPENSSL_CONF",
+        "CUDA_INJECTION64_PATH",
+        "PATH",
+        "HETERO_AGENT_BUS",
+        "A;reboot;B",
+        "A B",
+        "A=B",
+        "",
+        "1",
+        "A\n",
+    ],
+)
+def test_an_agent_that_was_taken_over_sets_no_variable_that_runs_code(name: str, key: str) -> None:
+    with pytest.raises(UnexpectedReply):
+        Manifest.of({key: {"NPU": "0", name: "/tmp/x"}})
+
+
+def test_a_profile_of_roots_may_name_such_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "PROFILES_DIR", str(tmp_path))
+    (tmp_path / "npu.toml").write_text('[env]\nLD_LIBRARY_PATH = "/opt/npu/lib"\n[parts.env]\nPYTHONX = "1"\n')
+    (tmp_path / "broken.toml").write_text("[env")
+    given = {"LD_LIBRARY_PATH": "/opt/npu/lib", "PYTHONX": "1"}
+    assert Manifest.of({"env": given}).env == given
+    with pytest.raises(UnexpectedReply, match="LD_PRELOAD"):
+        Manifest.of({"env": {"LD_PRELOAD": "/tmp/x"}})
