@@ -127,7 +127,9 @@ class Helper:
         if what == "attach":
             self._netdevs.attach(self._grant(lease), process)
         elif what == "prepare":
-            self._hands.prepare(self._grant(lease))
+            grant = self._grant(lease)
+            self._netdevs.retain(grant)
+            self._hands.prepare(grant)
         elif what == "revoke":
             each(lambda: self._netdevs.detach(lease), lambda: self._hands.revoke(lease))
         else:

@@ -35,7 +35,9 @@ class Direct:
         self._hands.prepare(grant)
 
     async def renew(self, grant: Grant) -> None:
-        """See `Hands.prepare`."""
+        """See `Hands.prepare` and `Netdevs.retain`."""
+        if grant.lease in self._netdevs:
+            await in_thread(lambda: self._netdevs.retain(grant), _NETWORK, _DEADLINE)
         self._hands.prepare(grant)
 
     async def attach(self, grant: Grant, process: Process | None) -> None:

@@ -136,16 +136,14 @@ class Door:
     async def renew(self, lease: Lease) -> None:
         """Make again what is missing of what `prepare` made for LEASE.  Raises AccessError."""
         if self._doer is not None:
-            # a device that was unplugged has no nodes; those of the lease's others are to be kept up
-            nodes = [row for row in lease.manifest["nodes"] if row[0] not in lease.lost]
-            await self._doer.renew(Grant(lease.id, lease.uid, {**lease.manifest, "nodes": nodes}))
+            await self._doer.renew(_what_is_left(lease))
 
     async def attach(self, lease: Lease, process: ProcessRef | None) -> None:
         """Have the network interfaces of LEASE, which was prepared, in the namespace of PROCESS, on the
         host for None.  Raises AccessError."""
         if self._doer is not None:
             async with self._turns.setdefault(lease.id, asyncio.Lock()):
-                await self._doer.attach(Grant(lease.id, lease.uid, lease.manifest), _process(process))
+                await self._doer.attach(_what_is_left(lease), _process(process))
 
     async def revoke(self, lease: str) -> None:
         """Undo what `prepare` made for LEASE, whole or half.  Raises AccessError: it is to be tried
@@ -194,6 +192,16 @@ class Door:
             if missing:
                 log.warning("groups that profiles name and this host lacks: %s", printable(", ".join(missing)))
         return [gid for name in wanted if (gid := self._gids[name]) is not None]
+
+
+def _what_is_left(lease: Lease) -> Grant:
+    """What LEASE gives: a device that was unplugged has no nodes and no interfaces; those of its others
+    are to be kept up."""
+    rows = {
+        key: [row for row in lease.manifest.get(key, ()) if row[0] not in lease.lost]
+        for key in ("nodes", "netdevs")
+    }
+    return Grant(lease.id, lease.uid, {**lease.manifest, **rows})
 
 
 def _process(bound: ProcessRef | None) -> Process | None:

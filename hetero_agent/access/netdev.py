@@ -47,9 +47,10 @@ _NEW: Final = ".new"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """An interface that was moved, or is about to be, as it was on the host; ON_THE_WAY is the name
-    that it has between the two."""
+    """An interface of DEVICE that was moved, or is about to be, as it was on the host; ON_THE_WAY is
+    the name that it has between the two."""
 
+    device: str
     name: str
     index: int
     flags: int
@@ -157,6 +158,24 @@ class Netdevs:
                         f"network interface {_all(moving)} can't be moved: {printable(error.strerror or error)}"
                     ) from error
 
+    def retain(self, grant: Grant) -> None:
+        """Bring back, or forget if they are gone with them, the interfaces of devices that GRANT does not
+        have any more: those that come back in their place may be another lease's.  Raises AccessError."""
+        with self._turn():
+            record = self._read(grant.lease)
+            devices = {device for device, _ in grant.interfaces}
+            if record is None or all(one.device in devices for one in record.moved):
+                return
+            left = tuple(one for one in record.moved if one.device in devices)
+            if not left:
+                self._bring_back(grant.lease, record)
+                return
+            with namespaces.home() as here, namespaces.kept(self._mounts / grant.lease) as target:
+                for one in record.moved:
+                    if one not in left:
+                        _bring_home(one, here, target)
+            self._write(grant.lease, _Record(record.namespace, left))
+
     def detach(self, *leases: str) -> None:
         """Bring back what LEASES have elsewhere, under its old name and as it was; nothing is no error.
         Raises AccessError, after all were tried: it is to be done again."""
@@ -192,7 +211,7 @@ class Netdevs:
         for device, name in grant.interfaces:
             if not self._belongs(name, [node for node in grant.nodes if node.device == device]):
                 raise AccessError(f"network interface {name} is none of device {printable(device)}")
-            found.append(_moved(grant.lease, movable(name, links, here)))
+            found.append(_moved(grant.lease, device, movable(name, links, here)))
         return found
 
     @contextlib.contextmanager
@@ -255,8 +274,9 @@ class Netdevs:
 
 
 # -- moving ---------------------------------------------------------------------------------------
-def _moved(lease: str, link: Link) -> Moved:
+def _moved(lease: str, device: str, link: Link) -> Moved:
     return Moved(
+        device=device,
         name=link.name,
         index=link.index,
         flags=link.flags & _FLAGS,
@@ -301,6 +321,10 @@ def _bring_home(one: Moved, here: int, target: int | None) -> None:
         return _settle(one, here)
     if any(one.is_it(link) for link in links_of(here)):
         return _settle(one, here)
+    if not (one.parent or one.permanent):
+        # a virtual one: nothing tells it from those of others in namespaces that are not the lease's
+        log.warning("network interface %s is gone; it is not brought back", one.name)
+        return None
     known = {namespaces.identity(here)}
     if target is not None:
         known.add(namespaces.identity(target))

@@ -13,9 +13,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hetero_agent.access import links as module
 from hetero_agent.access import movable, namespaces, netdev
 from hetero_agent.access.grant import Grant, GrantedNode
 from hetero_agent.access.links import Link
@@ -26,6 +28,7 @@ from tests.support.network import Workload, in_own_network, ip, is_up, links
 from tests.support.process import PYTHON, ROOT
 
 LEASE = "0123456789abcdef" * 2
+OTHER = "f" * 32
 
 
 class Netdevs(netdev.Netdevs):
@@ -372,8 +375,21 @@ def test_also_if_it_was_moved_elsewhere(tmp_path: Path) -> None:
     assert is_up("hca0")
 
 
+@pytest.fixture
+def hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interfaces have a permanent address, as hardware has: that which they were made with."""
+    read = module._link
+
+    def with_permanent(message: Any) -> Link:
+        link = read(message)
+        return replace(link, permanent=link.address)
+
+    monkeypatch.setattr(module, "_link", with_permanent)
+
+
+@pytest.mark.usefixtures("hardware")
 @in_own_network
-def test_one_that_was_moved_on(tmp_path: Path) -> None:
+def test_hardware_that_was_moved_on_is_found(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
     with Workload() as workload, Workload() as inner:
@@ -382,6 +398,18 @@ def test_one_that_was_moved_on(tmp_path: Path) -> None:
         netdevs.detach(LEASE)
         assert links(inner.pid) == {}
     assert is_up("hca0")
+    assert_nothing_left(tmp_path)
+
+
+@in_own_network
+def test_a_virtual_one_is_not_looked_for_among_those_of_others(tmp_path: Path) -> None:
+    pair()
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload, Workload() as inner:
+        netdevs.move(LEASE, ["hca0"], workload.process)
+        ip(f"link set hca0 netns {inner.pid}", workload.pid)
+        netdevs.detach(LEASE)
+        assert links(inner.pid).keys() == {"hca0"}
     assert_nothing_left(tmp_path)
 
 
@@ -395,6 +423,43 @@ def test_a_virtual_one_that_was_deleted_is_gone(tmp_path: Path, caplog: pytest.L
         netdevs.detach(LEASE)
     assert "network interface hca0 is gone" in caplog.text
     assert_nothing_left(tmp_path)
+
+
+@in_own_network
+def test_what_a_lost_device_had_is_its_next_owners(tmp_path: Path) -> None:
+    """A device of two is unplugged and comes back, with a new interface of the same identity."""
+    ip("link add hca0 type veth peer name wire0")
+    ip("link add hca1 type veth peer name wire1")
+    netdevs = Netdevs(tmp_path)
+    nodes = [[device, "/dev/null", "own", "char", 1, 3] for device in ("d", "e")]
+    rows = [["d", "hca0"], ["e", "hca1"]]
+    both = Grant(LEASE, 1000, {"nodes": nodes, "netdevs": rows})
+    left = Grant(LEASE, 1000, {"nodes": nodes[:1], "netdevs": rows[:1]})
+    with Workload() as workload, Workload() as other:
+        netdevs.attach(both, workload.process)
+        netdevs.retain(both)
+        assert links(workload.pid).keys() == {"hca0", "hca1"}
+        move_home(workload, "hca1", "hca1")
+        netdevs.retain(left)
+        # from now on it is another's
+        netdevs.move(OTHER, ["hca1"], other.process)
+        netdevs.detach(LEASE)
+        assert links(other.pid).keys() == {"hca1"}
+        netdevs.detach(OTHER)
+    assert links().keys() == {"hca0", "hca1", "wire0", "wire1"}
+    assert_nothing_left(tmp_path)
+
+
+@in_own_network
+def test_a_lease_that_lost_all_has_nothing_elsewhere(tmp_path: Path) -> None:
+    pair()
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload:
+        netdevs.move(LEASE, ["hca0"], workload.process)
+        netdevs.retain(Grant(LEASE, 1000, {"nodes": [], "netdevs": []}))
+        assert is_up("hca0")
+        assert_nothing_left(tmp_path)
+        netdevs.retain(Grant(LEASE, 1000, {"nodes": [], "netdevs": []}))
 
 
 # -- what the host does meanwhile -------------------------------------------------------------------------
@@ -431,13 +496,14 @@ def test_back_by_the_kernel_under_another_name(tmp_path: Path) -> None:
     assert is_up("hca0")
 
 
-def move_home(workload: Workload, name: str) -> None:
+def move_home(workload: Workload, name: str, which: str = "hca0") -> None:
     with subprocess.Popen(["sleep", "600"]) as here:
-        ip(f"link set hca0 netns {here.pid} name {name}", workload.pid)
+        ip(f"link set {which} netns {here.pid} name {name}", workload.pid)
         here.kill()
     assert name in links()
 
 
+@pytest.mark.usefixtures("hardware")
 @in_own_network
 def test_the_name_of_the_namespace_was_unmounted(tmp_path: Path) -> None:
     pair()
@@ -543,7 +609,7 @@ def link_of(name: str = "hca0", **more: object) -> Link:
 
 
 def moved_of(link: Link) -> Moved:
-    return netdev._moved(LEASE, link)
+    return netdev._moved(LEASE, "d", link)
 
 
 @pytest.mark.parametrize(
