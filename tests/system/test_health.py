@@ -58,7 +58,7 @@ def test_a_sick_device_is_told_everywhere(
     alert = machine.path(f"{_ALERTS}/{one.id}.json")
     assert not alert.exists()
     _config(machine, one, well=False)
-    agent.wait_states({one.id: "faulty", other: "idle"})
+    agent.wait_states({one.id: "faulty", other: "idle"}, 30)
     device = agent.devices()[one.id]
     why = "off the bus: its config space reads 0xffff"
     assert (device["Health"], device["Reason"]) == ("unhealthy", why)
@@ -75,16 +75,17 @@ def test_a_sick_device_is_told_everywhere(
     ).stdout
     assert "Subject: " in shown
     assert "Defined-By: hetero-agent" in shown
-    machine.wait(lambda: "1 faulty" in agent.unit("StatusText"), 10, "the fault in the status line")
+    machine.wait(lambda: "1 faulty" in agent.unit("StatusText"), 30, "the fault in the status line")
     listed = {row["id"]: row for row in agent.heteroctl("list")["devices"]}
     assert (listed[one.id]["state"], listed[one.id]["health"]) == ("faulty", "unhealthy")
     # and a file, whose coming and going systemd acts upon
+    machine.wait(alert.exists, 10, "the alert")
     assert json.loads(alert.read_text())["health-reason"] == why
     told = ("journalctl", "--output=cat", f"--unit={example}")
-    machine.wait(lambda: why in machine.run(*told).stdout, 10, "the operators' unit")
+    machine.wait(lambda: why in machine.run(*told).stdout, 30, "the operators' unit")
     _config(machine, one, well=True)
-    agent.wait_states({one.id: "idle", other: "idle"})
-    machine.wait(lambda: not alert.exists(), 5, "the end of the alert")
+    agent.wait_states({one.id: "idle", other: "idle"}, 30)
+    machine.wait(lambda: not alert.exists(), 30, "the end of the alert")
     history = agent.call(names.device_path(one.id), names.DEVICE, "GetHistory", "u", "20")
     assert [row["trigger"]["data"] for row in history][-2:] == ["unhealthy", "healthy"]
 
@@ -94,8 +95,10 @@ def test_a_lost_device_is_an_alert_until_its_lease_ends(
 ) -> None:
     lease = agent.allocate(RESOURCE, devices=[one.id])
     hardware.unplug(one)
-    machine.wait(lambda: agent.states().get(one.id) == "lost", 10, "the loss")
-    alert = json.loads(machine.read(f"{_ALERTS}/{one.id}.json"))
+    machine.wait(lambda: agent.states().get(one.id) == "lost", 30, "the loss")
+    file = machine.path(f"{_ALERTS}/{one.id}.json")
+    machine.wait(file.exists, 10, "the alert")
+    alert = json.loads(file.read_text())
     assert (alert["state"], alert["lease"]) == ("lost", lease.rpartition("/l")[2])
     assert agent.release(lease) is True
-    machine.wait(lambda: not machine.path(f"{_ALERTS}/{one.id}.json").exists(), 10, "the end of the alert")
+    machine.wait(lambda: not file.exists(), 30, "the end of the alert")
