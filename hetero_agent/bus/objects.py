@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from xml.sax.saxutils import quoteattr
 
 from hetero_agent import names
 from hetero_agent.bus import contract
@@ -112,7 +111,8 @@ class Objects:
             children = [shown.path.rpartition("/")[2] for shown in self._mirror.devices.values()]
         elif path == names.LEASES:
             children = [shown.path.rpartition("/")[2] for shown in self._mirror.leases.values()]
-        nodes = "".join(f"  <node name={quoteattr(child)}/>\n" for child in children)
+        # elements of object paths: letters, digits and underscores, which need no quoting
+        nodes = "".join(f'  <node name="{child}"/>\n' for child in children)
         return (f"{contract.HEADER}<node>\n{self._sections[kind]}{nodes}</node>\n",)
 
     # -- Properties -----------------------------------------------------------------------------
