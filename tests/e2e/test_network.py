@@ -77,8 +77,10 @@ class Host:
         return {"pid": V("u", workload.pid)}
 
     def records(self) -> list[str]:
+        """What is written down of leases."""
         places = (self.agent.runtime / "access", self.helper.records)
-        return [str(one) for place in places for one in place.rglob("*") if not one.is_dir()]
+        found = [one for place in places for one in place.rglob("*") if not one.is_dir()]
+        return [str(one) for one in found if names.LEASE_ID.match(one.name)]
 
     def close(self) -> None:
         self.root.close()
