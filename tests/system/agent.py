@@ -118,7 +118,7 @@ class Agent:
         """Return the properties of all leases by path."""
         return {path: one[names.LEASE] for path, one in self.objects().items() if names.LEASE in one}
 
-    def wait_states(self, wanted: Mapping[str, str], timeout: float = 10) -> None:
+    def wait_states(self, wanted: Mapping[str, str], timeout: float = 30) -> None:
         """Wait until there are just these devices, by id, in these states."""
         self.machine.wait(lambda: self.states() == wanted, timeout, f"states {wanted}")
 

@@ -79,7 +79,7 @@ def agent(machine: Machine, hardware: Accelerators) -> Iterator[Agent]:
     for lease in one.leases():
         one.release(lease)
     hardware.unplug()
-    machine.wait(lambda: not (one.devices() or one.leases()), 10, "an agent without devices and leases")
+    machine.wait(lambda: not (one.devices() or one.leases()), 30, "an agent without devices and leases")
 
 
 @pytest.hookimpl(hookwrapper=True)

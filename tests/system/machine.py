@@ -229,7 +229,7 @@ class Machine:
         # nsenter waits for it and does not pass signals on
         for pid in _children(process.pid):
             os.kill(pid, signal.SIGTERM)
-        return process.communicate(timeout=20)[0]
+        return process.communicate(timeout=60)[0]
 
     def path(self, inside: str) -> Path:
         """Return where pytest finds the machine's absolute path INSIDE (without links in it)."""

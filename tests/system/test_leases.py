@@ -92,9 +92,9 @@ def test_killed_in_the_middle_of_grants_none_is_lost_or_given_twice(
             pid, have = agent.pid, len(agent.leases())
             machine.write(f"/run/storm.{number}", "")
             # when the first of the four was granted, the others' calls are under way
-            machine.wait(lambda have=have: len(agent.leases()) > have, 20, "another lease")
+            machine.wait(lambda have=have: len(agent.leases()) > have, 30, "another lease")
             machine.run("kill", "-KILL", str(pid))
-            machine.wait(lambda pid=pid: agent.restarted_since(pid), 20, "another process")
+            machine.wait(lambda pid=pid: agent.restarted_since(pid), 30, "another process")
         output, _ = callers.communicate(timeout=60)
     answered = dict(line.split() for line in output.splitlines())
     assert len(answered) == wanted, output
@@ -144,7 +144,7 @@ def test_the_bus_is_restarted(machine: Machine, agent: Agent, hardware: Accelera
         machine.wait(lambda: agent.restarted_since(pid), 30, "another process")
         client.communicate("")
     # a connection of the bus before is no more, whatever has its name now; a unit still is
-    machine.wait(lambda: list(agent.leases()) == [kept], 10, "the end of the connection's lease")
+    machine.wait(lambda: list(agent.leases()) == [kept], 30, "the end of the connection's lease")
     assert sorted(agent.states().values()) == ["idle", "idle", "in-use"]
     assert "the bus is lost" in agent.log()
     agent.systemctl("stop", job)

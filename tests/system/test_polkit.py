@@ -11,6 +11,7 @@ import pytest
 
 from hetero_agent import names
 from tests.support.terminal import OnTerminal
+from tests.support.timing import within
 from tests.system.accelerators import RESOURCE, Accelerators
 from tests.system.agent import Agent, Refused
 from tests.system.machine import CommandFailed, Machine
@@ -70,7 +71,7 @@ def one(agent: Agent, hardware: Accelerators, carol: Person) -> Iterator[str]:
     agent.wait_states({plugged.id: "idle"})
     yield plugged.id
     agent.machine.shell(f"rm -f {RULES}")
-    agent.machine.wait(lambda: can(agent, carol, "Reap") == "challenge", 20, "polkit's defaults in force")
+    agent.machine.wait(lambda: can(agent, carol, "Reap") == "challenge", 30, "polkit's defaults in force")
     for lease in agent.leases():
         agent.release(lease)
     agent.wait_states({plugged.id: "idle"})
@@ -85,7 +86,7 @@ def rule(agent: Agent, carol: Person, text: str) -> None:
     later: that Carol may not see and end holders, which a rule beside it says, shows that it did."""
     told = f'if (action.id == "{ACTION}.reap" && subject.user == "carol") return polkit.Result.NO;'
     agent.machine.write(RULES, f"polkit.addRule(function(action, subject) {{ {told} {text} }});\n")
-    agent.machine.wait(lambda: can(agent, carol, "Reap") == "no", 20, "the rule in force")
+    agent.machine.wait(lambda: can(agent, carol, "Reap") == "no", 30, "the rule in force")
 
 
 def busctl_allocate(machine: Machine, person: Person, flag: str, request: str) -> tuple[int, str, float]:
@@ -267,18 +268,24 @@ def test_a_polkit_that_hangs_holds_up_nobody(
             "setpriv", f"--reuid={bob.uid}", f"--regid={bob.uid}", "--clear-groups", "busctl", "call",
             names.BUS_NAME, names.ROOT, names.MANAGER, "CanAllocate",
         )  # fmt: skip
-        begin = time.monotonic()
-        lease = agent.allocate(RESOURCE, **alice.who)  # type: ignore[arg-type]
-        assert agent.release(lease) is True
-        assert time.monotonic() - begin < 4
+
+        def attempt() -> float:
+            begin = time.monotonic()
+            lease = agent.allocate(RESOURCE, **alice.who)  # type: ignore[arg-type]
+            assert agent.release(lease) is True
+            took = time.monotonic() - begin
+            agent.wait_states({one: "idle"})
+            return took
+
+        within(4, attempt)
         status, said, took = busctl_allocate(machine, bob, "no", "hangs")
         assert status != 0
         assert "polkit did not answer within 5 s" in said
-        assert took < 8
-        assert "polkit did not answer" in waiting.communicate(timeout=20)[0]
+        assert took < 20
+        assert "polkit did not answer" in waiting.communicate(timeout=60)[0]
     finally:
         machine.run("kill", "-CONT", polkit)
-    machine.wait(lambda: can(agent, bob, "Allocate") == "challenge", 10, "polkit's answer again")
+    machine.wait(lambda: can(agent, bob, "Allocate") == "challenge", 30, "polkit's answer again")
 
 
 def test_without_polkit_root_and_the_group_remain(

@@ -107,7 +107,7 @@ def test_read_only_state_directory_refuses_cordons_only(
     assert agent.devices()[one.id]["Cordoned"] is False
     lease = agent.allocate(RESOURCE)
     assert agent.states() == {one.id: "in-use"}
-    machine.wait(lambda: STATE in agent.unit("StatusText"), 10, "a STATUS that says so")
+    machine.wait(lambda: STATE in agent.unit("StatusText"), 30, "a STATUS that says so")
     # it starts on it as well, and the lease is still there
     agent.systemctl("restart", UNIT)
     assert list(agent.leases()) == [lease]
@@ -130,13 +130,13 @@ def test_full_runtime_directory_grants_nothing_and_loses_nothing(
     def grant_often() -> None:
         for _ in range(100):
             agent.release(agent.allocate(RESOURCE, devices=[two.id]))
-            machine.wait(lambda: agent.states()[two.id] == "idle", 5, "the device back")
+            machine.wait(lambda: agent.states()[two.id] == "idle", 30, "the device back")
 
     with pytest.raises(Refused, match="ledger can't be written"):
         grant_often()
-    machine.wait(lambda: "ledger" in agent.unit("StatusText"), 10, "a STATUS that says so")
+    machine.wait(lambda: "ledger" in agent.unit("StatusText"), 30, "a STATUS that says so")
     assert kept in agent.leases()
     machine.run("rm", f"{small_runtime}/ballast")
-    machine.wait(lambda: agent.states()[two.id] == "idle", 10, "the device back")
+    machine.wait(lambda: agent.states()[two.id] == "idle", 30, "the device back")
     other = agent.allocate(RESOURCE, devices=[two.id])
     assert {kept, other} <= set(agent.leases())

@@ -34,13 +34,13 @@ def test_it_is_not_ready_before_it_has_its_name(machine: Machine, agent: Agent) 
     machine.run("kill", "-STOP", bus)
     try:
         agent.systemctl("start", "--no-block", UNIT)
-        machine.wait(lambda: agent.pid, 10, "the agent's process")
+        machine.wait(lambda: agent.pid, 30, "the agent's process")
         # the bus does not answer, so nothing of it can be ready
         machine.run("sleep", "1")
         assert agent.unit("ActiveState") == "activating"
     finally:
         machine.run("kill", "-CONT", bus)
-    machine.wait(lambda: agent.unit("ActiveState") == "active", 15, "an active unit")
+    machine.wait(lambda: agent.unit("ActiveState") == "active", 30, "an active unit")
     assert agent.manager()["Ready"] is True
     assert agent.unit("NRestarts") == "0"
 
@@ -74,7 +74,7 @@ def test_status_says_what_there_is(machine: Machine, agent: Agent, hardware: Acc
     # what is wrong with the machine itself, if anything, follows after a semicolon
     machine.wait(
         lambda: agent.unit("StatusText").split("; ")[0] == wanted,
-        10,
+        30,
         f"the status {wanted!r}",
     )
     assert f'Status: "{wanted}' in agent.systemctl("status", UNIT)
@@ -84,7 +84,7 @@ def test_reload_takes_another_configuration(machine: Machine, agent: Agent) -> N
     pid = agent.pid
     machine.write("/etc/hetero-agent/hetero-agent.conf", CONFIG + "[limits]\nleases = 17\n")
     agent.systemctl("reload", UNIT)
-    machine.wait(lambda: agent.manager()["MaxLeases"] == 17, 10, "the other limit")
+    machine.wait(lambda: agent.manager()["MaxLeases"] == 17, 30, "the other limit")
     assert agent.pid == pid
     assert agent.unit("ActiveState") == "active"
 
@@ -93,8 +93,8 @@ def test_reload_of_a_bad_configuration_keeps_the_old_one(machine: Machine, agent
     before = agent.manager()["MaxLeases"]
     machine.write("/etc/hetero-agent/hetero-agent.conf", CONFIG + "[limits]\nleases = 'many'\n")
     agent.systemctl("reload", UNIT)
-    machine.wait(lambda: "leases: expected a number" in agent.log(), 10, "the complaint")
-    machine.wait(lambda: agent.unit("ActiveState") == "active", 10, "the end of the reload")
+    machine.wait(lambda: "leases: expected a number" in agent.log(), 30, "the complaint")
+    machine.wait(lambda: agent.unit("ActiveState") == "active", 30, "the end of the reload")
     assert agent.manager()["MaxLeases"] == before
 
 
@@ -131,7 +131,7 @@ def test_killed_it_is_started_again(machine: Machine, agent: Agent) -> None:
     settings(machine, RestartSec="100ms")
     pid = agent.pid
     machine.run("kill", "-KILL", str(pid))
-    machine.wait(lambda: agent.restarted_since(pid), 15, "another process")
+    machine.wait(lambda: agent.restarted_since(pid), 30, "another process")
     assert agent.unit("NRestarts") == "1"
     assert agent.manager()["Ready"] is True
 
@@ -231,7 +231,7 @@ def test_interrupted_by_sigterm_it_answers_what_it_has_begun(
     (one,) = hardware.plug()
     agent.wait_states({one.id: "idle"})
     machine.run("kill", f"-{signal.SIGTERM.value}", str(agent.pid))
-    machine.wait(lambda: agent.unit("ActiveState") == "inactive", 20, "a stopped unit")
+    machine.wait(lambda: agent.unit("ActiveState") == "inactive", 30, "a stopped unit")
     assert agent.unit("Result") == "success"
     with pytest.raises(Refused):
         agent.allocate(RESOURCE)

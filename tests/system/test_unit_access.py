@@ -170,7 +170,7 @@ def test_streams_arguments_directory_and_exit_codes(
     plain = machine.run(*run, "/var/tmp/plain", check=False)
     assert plain.returncode == 126, plain.stderr
     assert "can't be executed" in plain.stderr
-    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 30, "all devices idle")
     assert (
         machine.run(
             "systemctl", "list-units", "--all", "--plain", "--no-legend", "hetero-????????.service"
@@ -187,7 +187,7 @@ def test_signals_reach_the_unit(machine: Machine, agent: Agent, two: tuple[Accel
         assert run.stdout is not None
         assert run.stdout.readline() == "up\n"
         machine.run("pkill", "-USR1", "-f", "heteroctl run --unit lab-signal")
-        assert run.communicate(timeout=20)[0] == "got\n"
+        assert run.communicate(timeout=60)[0] == "got\n"
         assert run.returncode == 33
 
 
@@ -234,10 +234,10 @@ def test_the_service_manager_and_the_agent_may_restart_meanwhile(
         agent.systemctl("daemon-reexec")
         pid = agent.pid
         machine.run("kill", "-KILL", str(pid))
-        machine.wait(lambda: agent.restarted_since(pid), 20, "another agent")
+        machine.wait(lambda: agent.restarted_since(pid), 30, "another agent")
         assert agent.unit("ActiveState", "lab-lasts.service") == "active"
         machine.write("/run/probe/end", "")
-        assert run.communicate(timeout=20) == ("", None)
+        assert run.communicate(timeout=60) == ("", None)
         assert run.returncode == 5
 
 
@@ -253,7 +253,7 @@ def test_a_lease_that_ends_under_the_command_is_told(
         agent.release(lease)
         assert run.stdout.readline().endswith("ended: released\n")
         machine.write("/run/probe/end", "")
-        run.communicate(timeout=20)
+        run.communicate(timeout=60)
         assert run.returncode == 79
 
 
@@ -266,7 +266,7 @@ def test_what_does_not_start_leaves_nothing(
     machine.run("systemctl", "daemon-reload")
     done = machine.run("heteroctl", "run", "--unit", unit, "-r", RESOURCE, "--", "true", check=False)
     assert done.returncode == 125
-    assert f"unit {unit} did not start" in done.stderr
+    assert f"unit {unit} did not start: its start was failed" in done.stderr
     agent.wait_states({one.id: "idle", other.id: "idle"})
     # one that is there already
     machine.run("systemd-run", "--quiet", "--unit=lab-there", "sleep", "1000")
@@ -304,7 +304,7 @@ def test_a_plain_user_needs_the_managers_right(
     assert done.returncode == 77
     assert "the service manager does not let you" in done.stderr
     assert "org.freedesktop.systemd1.manage-units" in done.stderr
-    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 30, "all devices idle")
     rule = (
         'polkit.addRule(function(a, s) { if (a.id == "org.freedesktop.systemd1.manage-units") return "yes"; });'
     )
@@ -326,14 +326,14 @@ def test_on_a_terminal(machine: Machine, agent: Agent, two: tuple[Accelerator, A
     words = ["script", "--quiet", "--return", "--command", f"exec {shlex.join(command)}", "/dev/null"]
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
     with OnTerminal(machine.command(*words), environment) as terminal:
-        machine.wait(lambda: agent.unit("ActiveState", "lab-tty.service") == "active", 20, "the unit")
+        machine.wait(lambda: agent.unit("ActiveState", "lab-tty.service") == "active", 30, "the unit")
         terminal.type("a word\n")
         terminal.shows("read a word")
         # ctrl-C: to all processes of the unit, none of which is of the terminal's group
         terminal.type("\x03")
         code, shown = terminal.wait()
     assert (code, "got" in shown) == (9, True), shown
-    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 30, "all devices idle")
 
 
 def test_a_password_for_it_on_the_terminal(
@@ -357,7 +357,7 @@ def test_a_password_for_it_on_the_terminal(
     with OnTerminal(machine.command(*words), environment) as terminal:
         terminal.shows("Password:")
         terminal.type("\x03")
-        machine.wait(lambda: set(agent.states().values()) == {"idle"}, 20, "all devices idle")
+        machine.wait(lambda: set(agent.states().values()) == {"idle"}, 30, "all devices idle")
 
 
 # -- heteroctl attach ---------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_each_run_has_a_lease_of_its_own(
     # killed: the same device, once it has come back
     machine.run("systemctl", "kill", "--signal=KILL", unit)
     assert probe.opens(probe.report()) == ["ok", "EPERM"]
-    machine.wait(lambda: len(agent.leases()) == 1, 10, "one lease")
+    machine.wait(lambda: len(agent.leases()) == 1, 30, "one lease")
     (second,) = agent.leases()
     assert second != first
     # restarted while only the other is free: what the last run had is not allowed any more
@@ -575,11 +575,11 @@ def test_it_ends_with_the_lease_and_with_its_process(
     # the agent may restart meanwhile
     pid = agent.pid
     machine.run("kill", "-KILL", str(pid))
-    machine.wait(lambda: agent.restarted_since(pid), 20, "another agent")
+    machine.wait(lambda: agent.restarted_since(pid), 30, "another agent")
     assert agent.states() == {one.id: "in-use", other.id: "in-use"}
     (lease,) = agent.leases()
     agent.release(lease)
-    machine.wait(lambda: agent.unit("ActiveState", holder) == "failed", 10, "the end of who holds it")
+    machine.wait(lambda: agent.unit("ActiveState", holder) == "failed", 30, "the end of who holds it")
     assert agent.unit("ExecMainStatus", holder) == "79"
     agent.wait_states({one.id: "idle", other.id: "idle"})
     agent.systemctl("start", holder)
@@ -657,7 +657,7 @@ def test_example_of_a_shell(
     words = ["/run/probe/shell.sh", RESOURCE, "2", "sh", "-c", 'echo "$HETERO_DEVICE_COUNT"; exit 3']
     done = machine.run(*words, uid=alice.uid, groups=groups, check=False)
     assert (done.returncode, done.stdout) == (3, "2\n"), done.stderr
-    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 30, "all devices idle")
 
 
 def test_example_of_a_command_as_a_unit(
@@ -666,7 +666,7 @@ def test_example_of_a_command_as_a_unit(
     machine.write("/run/probe/run.sh", (ROOT / "examples/unit/run.sh").read_text(), mode=0o755)
     done = machine.run("/run/probe/run.sh", RESOURCE, "2", "sh", "-c", 'echo "$HETERO_DEVICE_COUNT"')
     assert done.stdout == "2\n"
-    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 10, "all devices idle")
+    machine.wait(lambda: set(agent.states().values()) == {"idle"}, 30, "all devices idle")
 
 
 def test_example_of_a_service(
