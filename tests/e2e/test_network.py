@@ -6,7 +6,9 @@ The agent's host is a network namespace of the test's own; the workload is a pro
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tests.support.bus import PrivateBus
 from tests.support.calls import CallError, Client, V
 from tests.support.fakesys import FakeSys
 from tests.support.network import Workload, ip, is_up, links
+from tests.support.process import PYTHON, ROOT
 from tests.support.under import run_under
 from tests.support.wait import wait_until
 
@@ -258,6 +261,40 @@ def test_the_helper_says_why_not() -> None:
         with pytest.raises(CallError, match=f"network interface hca0 is none of device {DEVICE}"):
             it.root.confirm("r3", lease, it.bound(workload))
         assert is_up("hca0")
+
+
+def hook(it: Host, lease: str, pid: int) -> subprocess.CompletedProcess[str]:
+    """Do what a container's runtime does before it starts the container's command."""
+    words = [
+        PYTHON,
+        "-m",
+        "hetero_agent.cli.main",
+        "--bus",
+        it.bus.address,
+        "oci-hook",
+        lease.rpartition("/l")[2],
+    ]
+    state = json.dumps({"ociVersion": "1.0.2", "id": "c", "status": "creating", "pid": pid, "bundle": "/"})
+    return subprocess.run(words, input=state, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@in_a_host
+def test_a_container_has_it_before_its_command_starts() -> None:
+    with host() as it, Workload() as container:
+        lease, _ = it.root.allocate("r1", RESOURCE, options=MOVE)
+        ip("address add 192.0.2.1/24 dev hca0")
+        done = hook(it, lease, container.pid)
+        # the runtime shows this, and gives the container up
+        assert done.returncode != 0
+        assert (
+            "network interface hca0 can't be moved: the host has the address 192.0.2.1/24 on it" in done.stderr
+        )
+        ip("address flush dev hca0")
+        done = hook(it, lease, container.pid)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert is_up("hca0", container.pid)
+        container.kill()
+        is_back(it)
 
 
 @in_a_host
