@@ -61,7 +61,6 @@ _NO_RIGHT: Final = (
     " Without --unit, heteroctl run needs no such right"
 )
 
-
 T = TypeVar("T")
 
 
@@ -167,7 +166,15 @@ class _UnitRun:
 
     def _settings(self, manifest: Manifest, address: str) -> list[Property]:
         """The unit's properties (org.freedesktop.systemd1(5))."""
-        confirm = [*_heteroctl(), "confirm", "--quiet", "--bus", address, manifest.lease, "--unit", self._name]
+        confirm = [
+            *_heteroctl(),
+            "confirm",
+            "--quiet",
+            "--bus",
+            address,
+            manifest.lease,
+            f"--unit={self._name}",
+        ]
         what = printable(" ".join(self._arguments), 100)
         return [
             Property("Description", "s", f"{what} (lease {short(manifest.lease)} of {manifest.resource})"),
@@ -220,7 +227,8 @@ class _UnitRun:
             cause = f"it could not be set up: status {status} ({what})"
             step = f"journalctl UNIT={self._name} says more"
         else:
-            cause = "the lease could not be bound to it" if result == "failed" else f"its start was {result}"
+            # 0: the lease was bound to it, and something else that it was given failed
+            cause = "the lease could not be bound to it" if status else f"its start was {result}"
             step = f"journalctl -u hetero-agent; journalctl _SYSTEMD_UNIT={self._name}"
         return Complaint(exitcodes.RUN_FAILED, f"unit {self._name} did not start: {cause}", (), step, "unit")
 
