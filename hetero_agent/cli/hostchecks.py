@@ -110,12 +110,22 @@ def helper(systemctl: str | None = None, booted: Path = Path("/run/systemd/syste
     lacking = "leases give no ACLs on nodes and no CDI files"
     match state.get("LoadState"), state.get("ActiveState"):
         case "loaded", "active":
-            return Finding("ok", "helper", f"{unit_name} is active")
+            return _told_of_helper(systemctl) or Finding("ok", "helper", f"{unit_name} is active")
         case "loaded", how:
             text = f"{unit_name} is {printable(how)}: {lacking}"
             return Finding("wrong", "helper", text, f"systemctl enable --now {unit_name}")
         case "masked", _:
             return Finding("note", "helper", f"{unit_name} is masked: {lacking}")
+    return None
+
+
+def _told_of_helper(systemctl: str) -> Finding | None:
+    """What the agent says in its status of a helper that it can't reach (access/remote.py)."""
+    told = (_state(systemctl, "hetero-agent.service") or {}).get("StatusText", "").split("; ")
+    for problem in told:
+        if "access helper" in problem:
+            text, _, step = problem.rpartition(": ")
+            return Finding("wrong", "helper", printable(text), printable(step))
     return None
 
 

@@ -15,6 +15,7 @@ import pytest
 from dbus_next import Variant
 
 from hetero_agent import names
+from hetero_agent.access.remote import Remote
 from hetero_agent.cli import hostchecks, listing, main
 from hetero_agent.core.effects import ErrorKind
 from tests.support.bus import PrivateBus
@@ -460,6 +461,22 @@ def test_helper(tmp_path: Path, answer: str, level: str, text: str) -> None:
     assert (finding.next if finding else "") == (
         "systemctl enable --now hetero-agent-access.socket" if level == "wrong" else ""
     )
+
+
+def test_a_helper_that_the_agent_cannot_reach(tmp_path: Path) -> None:
+    problem = Remote(tmp_path / "socket", tmp_path / "grants", 8).problem
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(
+        "#!/bin/sh\n"
+        "printf 'LoadState=loaded\\nActiveState=active\\n'\n"
+        f"echo 'StatusText=4 devices; {problem}; something else: x'\n"
+    )
+    systemctl.chmod(0o755)
+    finding = hostchecks.helper(str(systemctl), tmp_path)
+    assert finding is not None
+    assert (finding.level, finding.next) == ("wrong", "systemctl enable --now hetero-agent-access.socket")
+    assert finding.text.startswith("no access helper")
+    assert finding.text.endswith("no CDI files")
 
 
 def test_clock() -> None:
