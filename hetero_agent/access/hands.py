@@ -91,11 +91,16 @@ class Hands:
         if self._specifications is None:
             return []
         try:
-            for lease in cdi.listed(self._specifications).difference(live, self._records):
-                cdi.remove(self._specifications, lease)
+            strays = cdi.listed(self._specifications).difference(live, self._records)
         except OSError as error:
             return [_says(error)]
-        return []
+        problems = []
+        for lease in strays:
+            try:
+                cdi.remove(self._specifications, lease)
+            except OSError as error:  # the others can be removed all the same
+                problems.append(_says(error))
+        return problems
 
     def _make(self, grant: Grant, before: Made | None) -> None:
         if before is not None and before.uid != grant.uid:

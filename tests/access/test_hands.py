@@ -11,6 +11,7 @@ from pathlib import Path
 import posix1e
 import pytest
 
+from hetero_agent.access.cdi import file_name
 from hetero_agent.access.grant import Grant
 from hetero_agent.access.hands import Hands
 from hetero_agent.access.manifest import AccessError
@@ -219,6 +220,17 @@ def test_a_sweep_leaves_the_living(host: Host) -> None:
     host.hands().sweep({OTHER})
     assert host.made()[:2] == (set(), {UID})
     assert host.made()[3] == [OTHER]
+
+
+def test_a_specification_that_cannot_be_removed_keeps_no_other(host: Host) -> None:
+    paths = [host.specifications / file_name(f"{number:032x}") for number in range(8)]
+    for path in paths[::2]:
+        path.mkdir(parents=True)
+    for path in paths[1::2]:
+        path.write_text("{}")
+    with pytest.raises(AccessError, match="Is a directory"):
+        host.hands().sweep(())
+    assert [path.exists() for path in paths] == [True, False] * 4
 
 
 def test_a_lease_that_is_anothers_now(host: Host) -> None:
