@@ -6,6 +6,7 @@ That the rules hold is systemd's and the kernel's to show: tests/system/test_uni
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,18 @@ def test_a_manager_that_refuses_leaves_nothing(ctl: Ctl, manager: Manager, env_f
 def test_a_file_that_can_not_be_written_leaves_nothing(ctl: Ctl, manager: Manager, env_file: Path) -> None:
     said = attach(ctl, Path("/proc/none/unit.env"), "-r", NPU, code=1)
     assert "can't write" in said
+    assert manager.set_properties == []
+    wait_until(lambda: ctl.json("leases") == [], what="the lease's end")
+
+
+@pytest.mark.parametrize(("owner", "mode"), [(0, 0o1777), (0, 0o775), (1000, 0o755)])
+def test_a_file_that_others_could_exchange_is_not_written(
+    ctl: Ctl, manager: Manager, env_file: Path, owner: int, mode: int
+) -> None:
+    os.chown(env_file.parent, owner, 0)
+    env_file.parent.chmod(mode)
+    assert "others than root may put files into" in attach(ctl, env_file, "-r", NPU, code=1)
+    assert list(env_file.parent.iterdir()) == []
     assert manager.set_properties == []
     wait_until(lambda: ctl.json("leases") == [], what="the lease's end")
 
