@@ -50,7 +50,7 @@ class FakeBus:
         self._listener.bind(str(path))
         self._listener.listen(1)
         self._connection: socket.socket | None = None
-        self.ready = threading.Event()
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -68,9 +68,10 @@ class FakeBus:
         serial = struct.unpack_from("<I", data, 8)[0]
         body = codec.encode("s", (":1.1",))
         fields = [(5, V("u", serial)), (7, V("s", "org.freedesktop.DBus")), (8, V("g", "s"))]
-        connection.sendall(frame(2, fields, body))
         self._connection = connection
-        self.ready.set()
+        # before the answer: with it the client is there, and its test goes on
+        self._ready.set()
+        connection.sendall(frame(2, fields, body))
         while True:
             try:
                 data = connection.recv(65536)
@@ -81,6 +82,7 @@ class FakeBus:
             self.received += data
 
     def send(self, data: bytes) -> None:
+        assert self._ready.wait(30)
         assert self._connection is not None
         self._connection.sendall(data)
 
