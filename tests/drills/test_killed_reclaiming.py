@@ -17,7 +17,7 @@ from tests.support.agent import CONFIG, GROUP_GID, MEMBER, AgentProcess
 from tests.support.bus import PrivateBus
 from tests.support.calls import Client, V
 from tests.support.hold import HoldingProcess
-from tests.support.trail import signals, wait_signals
+from tests.support.trail import entries, signals, wait_signals
 from tests.support.vendor import RESOURCE, Vendor
 from tests.support.wait import wait_until
 
@@ -107,7 +107,8 @@ def test_deadline_is_not_begun_anew(agent: AgentProcess, vendor: Vendor, member:
         assert list(leases(member)) == [lease]
         process.finish()
         all_free(member, agent, ["npu-0"])
-    assert agent.log.count(f'"HETERO_REASON":"pid {process.pid} ') == 1
+    by = f"pid {process.pid} "
+    assert len([one for one in entries(agent, "health") if one["HETERO_REASON"].startswith(by)]) == 1
 
 
 def test_what_ended_in_between_is_free_at_once(agent: AgentProcess, vendor: Vendor, member: Client) -> None:

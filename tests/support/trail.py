@@ -11,12 +11,14 @@ from tests.support.wait import wait_until
 
 
 def entries(agent: Program, kind: str) -> list[dict[str, Any]]:
-    """The entries of one HETERO_KIND so far, oldest first."""
-    found = []
+    """The entries of one HETERO_KIND so far, oldest first.  What was written just before a crash is
+    written once more, under its number."""
+    found = {}
     for line in agent.log.splitlines():
-        if line.startswith("{") and f'"HETERO_KIND":"{kind}"' in line:
-            found.append(json.loads(line))
-    return found
+        if line.startswith("{") and line.endswith("}") and f'"HETERO_KIND":"{kind}"' in line:
+            entry = json.loads(line)
+            found[entry["HETERO_SEQUENCE"]] = entry
+    return list(found.values())
 
 
 def signals(agent: Program, pid: int) -> list[str]:
