@@ -124,6 +124,9 @@ class Engine:
         self._last_token = 0
         self._backlog = Changes()
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Leases whose turn to be renewed has not come, as they are to be.
+        self._renewals: dict[str, Lease] = {}
+        self._renewing = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
         self._not_before = 0
@@ -351,7 +354,10 @@ class Engine:
             case RevokeAccess(lease):
                 self._spawn(self._revoke(lease))
             case RenewAccess(leased):
-                self._spawn(self._renew(leased))
+                waiting = leased.id in self._renewals
+                self._renewals[leased.id] = leased
+                if not waiting:
+                    self._spawn(self._renew(leased.id))
             case AttachAccess():
                 self._spawn(self._attach(effect))
             case WatchOwner(lease, binding):
@@ -403,9 +409,16 @@ class Engine:
         error = await self._attempt(self._access.revoke(lease), f"revoking lease {lease}")
         self.submit(AccessRevoked(self.now(), lease, error))
 
-    async def _renew(self, lease: Lease) -> None:
-        error = await self._attempt(self._access.renew(lease), f"renewing lease {lease.id}")
-        self.submit(AccessRenewed(self.now(), lease.id, error, lease.lost))
+    async def _renew(self, name: str) -> None:
+        """Renew a lease when its turn has come.  One at a time, each waiting once: whoever may write a
+        node can touch it as often as he likes, and all leases that share the node are renewed then."""
+        async with self._renewing:
+            lease = self._renewals.pop(name)
+            known = self.governor.leases.get(name)
+            if known is None or not known.alive:
+                return  # nobody would take back what was made for it now
+            error = await self._attempt(self._access.renew(lease), f"renewing lease {name}")
+        self.submit(AccessRenewed(self.now(), name, error, lease.lost))
 
     async def _attach(self, effect: AttachAccess) -> None:
         lease, process = effect.lease, effect.process
