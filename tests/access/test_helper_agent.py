@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,7 +17,7 @@ from tests.access.granting import entries
 from tests.support.access import AccessHelper
 from tests.support.agent import CONFIG, GROUP_GID, MEMBER, AgentProcess
 from tests.support.bus import PrivateBus
-from tests.support.calls import CallError, Client, Reply
+from tests.support.calls import CallError, Client, Reply, V
 from tests.support.console import CONSOLE, DEVICE_ID, PROFILE, RESOURCE
 from tests.support.wait import wait_until
 
@@ -31,7 +34,7 @@ class Both(NamedTuple):
         return self.member.reply(names.ROOT, names.MANAGER, "Allocate", "ssua{sv}", request, RESOURCE, 1, {})
 
     def release(self, lease: str) -> Reply:
-        return self.member.reply(names.ROOT, names.MANAGER, "Release", "so", "r", lease)
+        return self.member.reply(names.ROOT, names.MANAGER, "Release", "so", f"end-{lease[-32:]}", lease)
 
     def made(self) -> tuple[bool, int, int, int]:
         """Whether the member has an entry; how many specifications, records and grant files there are."""
@@ -173,3 +176,52 @@ def test_a_reload_takes_another_helper_or_none(both: Both) -> None:
     both.release(lease)
     both.wait_state("idle")
     assert both.made() == NOTHING
+
+
+def test_a_lease_that_ended_while_it_waited_to_be_renewed_is_over(both: Both) -> None:
+    """Whoever may write a node can touch it, and all leases that share it are renewed, one by one."""
+    (both.agent.profiles / "console.toml").write_text(PROFILE + "\n[shared]\nslots = 4\n")
+    both.agent.signal(signal.SIGHUP)
+    slots = [f"{DEVICE_ID}-s{number}" for number in range(4)]
+
+    def wait_idle() -> None:
+        for slot in slots:
+            both.member.wait_for_device(slot, State="idle")
+
+    def allocate(request: str) -> str:
+        options = {"pid": V("u", process.pid), "confirm": V("b", True)}
+        arguments = (request, f"{RESOURCE}.shared", 1, options)
+        lease: str = both.member.reply(names.ROOT, names.MANAGER, "Allocate", "ssua{sv}", *arguments).value[0]
+        return lease
+
+    with as_member() as process:
+        wait_idle()
+        leases = [allocate(f"r{number}") for number in range(4)]
+        before = files(both)
+        both.helper.signal(signal.SIGSTOP)
+        os.utime(CONSOLE)
+        wait_until(lambda: files(both) != before, what="the first of the renewals")
+        for lease in leases:
+            both.release(lease)
+        both.helper.signal(signal.SIGCONT)
+        wait_idle()
+        # as many requests as renewals could have been waiting for these
+        for number in range(4):
+            both.release(allocate(f"s{number}"))
+            wait_idle()
+    assert both.made() == NOTHING
+
+
+@contextlib.contextmanager
+def as_member() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the member's, to bind leases to."""
+    with subprocess.Popen(["sleep", "600"], user=MEMBER, group=MEMBER, extra_groups=[]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def files(both: Both) -> set[tuple[str, int]]:
+    """The grant files as they are: each renewal writes its anew."""
+    return {(path.name, path.stat().st_ino) for path in (both.helper.runtime / "grants").glob("?" * 32)}
