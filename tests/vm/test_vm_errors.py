@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hetero_agent import names
@@ -100,7 +102,9 @@ def test_an_error_that_could_not_be_recovered_from(leased: tuple[Machine, str]) 
         "the event for the lease's owner",
     )  # fmt: skip
     entry = vm.wait_for_entry(f"MESSAGE_ID={MESSAGE_IDS[AuditKind.HEALTH]}", f"HETERO_DEVICE={ACCELERATOR}")
-    assert (entry["PRIORITY"], "recovery failed" in entry["MESSAGE"]) == ("3", True)
+    # the kernel's message, or a probe that saw its counter first
+    assert re.search("recovery failed|uncorrectable PCIe errors", entry["MESSAGE"])
+    assert entry["PRIORITY"] == "3"
     vm.run("systemctl stop holder")
     vm.wait_for_device(ACCELERATOR, State="faulty")
     vm.told(ACCELERATOR, ("in-use", "reclaiming", "its pid ended"), ("reclaiming", "faulty", None))
