@@ -11,9 +11,11 @@ from hetero_agent.core.model import AuditKind, Instant
 from hetero_agent.core.world import World, in_hands
 from hetero_agent.text import printable
 
-#: Boot µs until a failed revocation is tried again, and in which touches of nodes count as one.
+#: Boot µs until a failed revocation is tried again, in which touches of nodes count as one, and that
+#: a lease is renewed apart at the least: whoever may write a node can touch it as often as he likes.
 _AGAIN = 1_000_000
 _TOUCHES = 100_000
+_APART = 1_000_000
 
 
 class Upkeep:
@@ -23,6 +25,8 @@ class Upkeep:
         self.world = world
         #: Leases of which something could not be made again -> why.
         self._lacking: dict[str, str] = {}
+        #: Leases whose nodes were touched -> when they are, or were, renewed for it.
+        self._renewed: dict[str, int] = {}
 
     def lacking(self, lease_id: str) -> str:
         """Why a lease does not give all that it should, "" if it does."""
@@ -32,8 +36,13 @@ class Upkeep:
     def touched(self, event: NodesTouched) -> None:
         """A node's mode or ACL changed: whoever did it may have taken away what a lease gives."""
         device = self.world.devices.get(event.device)
-        if device is not None and device.lease and in_hands(device):
-            self.world.alarm(event.at.boot + _TOUCHES, "renew", device.lease)
+        if device is None or not device.lease or not in_hands(device):
+            return
+        last = self._renewed.get(device.lease, 0)
+        if last < event.at.boot:
+            due = max(event.at.boot + _TOUCHES, last + _APART)
+            self.world.assign(self._renewed, device.lease, due)
+            self.world.alarm(due, "renew", device.lease)
 
     def renew(self, lease_id: str) -> None:
         """See that a granted lease gives all that it should."""
@@ -63,6 +72,7 @@ class Upkeep:
     def revoked(self, event: AccessRevoked) -> None:
         """What an ended lease gave is taken back, or the attempt failed and is made again."""
         self.world.discard(self._lacking, event.lease)
+        self.world.discard(self._renewed, event.lease)
         before = self.world.revoking.get(event.lease)
         if before is not None:
             self._taken_back(event.lease, event.error, event.at, "revoke")

@@ -480,6 +480,7 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "counts": world.counts,
         "revoking": world.revoking,
         "lacking": governor.upkeep._lacking,
+        "renewed": governor.upkeep._renewed,
         "histories": {key: list(records) for key, records in world.histories.items()},
         "allocatable": world.allocatable,
         "free": +world.free,

@@ -141,6 +141,24 @@ def test_touches_of_a_leased_node_are_looked_at_together(many: int) -> None:
     assert host.of(RenewAccess) == []
 
 
+def test_a_node_that_is_touched_all_the_time_costs_a_renewal_a_second() -> None:
+    host = host_with()
+    lease = host.use()
+    renewed = 0
+    for _ in range(300):
+        host.do(NodesTouched(host.later(10 * MS), "d"))
+        host.tick(0)
+        renewed += len(host.of(RenewAccess))
+    assert renewed == 3
+    host.tick(SECOND)
+    assert host.of(RenewAccess) == [RenewAccess(lease)]
+    # and the last touch was not forgotten, while a first one after a quiet time is answered soon
+    host.tick(SECOND)
+    host.do(NodesTouched(host.later(), "d"))
+    host.tick(100 * MS)
+    assert host.of(RenewAccess) == [RenewAccess(lease)]
+
+
 def test_touches_of_other_nodes_mean_nothing() -> None:
     host = host_with()
     host.do(NodesTouched(host.later(), "d"))
