@@ -66,7 +66,9 @@ class Kmsg:
                 return
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    # overwritten before it was read; the next one tells how many by its number
+                    # overwritten before it was read; the next one tells how many by its number, if
+                    # there was one before
+                    self.lost += self._last < 0
                     continue
                 if error.errno == errno.EINVAL:
                     self.lost += 1

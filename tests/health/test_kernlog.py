@@ -67,12 +67,15 @@ def test_messages_that_the_real_ring_overwrote_are_counted() -> None:
 
     async def test(one: Listener) -> None:
         await one.reading("kmsg")
+        # stopped only once it has read something: how many are missing it knows by their numbers
+        kmsg.say_real(f"npu 0000:3b:00.0: error {word}0")
+        await one.until(f"{word}0")
         [worker] = one.log.pids
         os.kill(worker, signal.SIGSTOP)
         await asyncio.to_thread(_flood)
         kmsg.say_real(f"npu 0000:3b:00.0: error {word}")
         os.kill(worker, signal.SIGCONT)
-        await one.until(word, timeout=60)
+        await one.until(f"{word}0", word, timeout=60)
         await wait_until_async(lambda: one.lost > 0, what="what was lost")
 
     listening(test, "kmsg")
