@@ -25,6 +25,8 @@ class Upkeep:
         self.world = world
         #: Leases of which something could not be made again -> why.
         self._lacking: dict[str, str] = {}
+        #: Leases of which it failed once: perhaps a device was just unplugged, and the news is under way.
+        self._doubtful: dict[str, bool] = {}
         #: Leases whose nodes were touched -> when they are, or were, renewed for it.
         self._renewed: dict[str, int] = {}
 
@@ -54,24 +56,32 @@ class Upkeep:
                 self.world.effect(RenewAccess(lease))
 
     def renewed(self, event: AccessRenewed) -> None:
-        """It does, or it can't be made so: said once."""
+        """It does, or it can't be made so, twice: said once."""
         lease = self.world.leases.get(event.lease)
         if lease is None or not lease.alive:
             return
         if lease.id in self.world.revoking and event.lost == lease.lost:
             self._taken_back(lease.id, event.error, event.at, "renew")
-        if event.error == self._lacking.get(event.lease, ""):
+        if event.error and event.error == self._lacking.get(event.lease):
             return
-        if event.error:
+        if not event.error:
+            self._forget(event.lease)
+        elif event.lease not in self._doubtful:
+            self.world.assign(self._doubtful, event.lease, True)
+            self.world.alarm(event.at.boot + _AGAIN, "renew", event.lease)
+        else:
             self.world.assign(self._lacking, event.lease, event.error)
             self._problem(lease.id, event.at, "could not be made whole", event.error)
-        else:
-            self.world.discard(self._lacking, event.lease)
+
+    def _forget(self, lease_id: str) -> None:
+        """Nothing is lacking, or nobody cares any more."""
+        self.world.discard(self._lacking, lease_id)
+        self.world.discard(self._doubtful, lease_id)
 
     # -- after their end -------------------------------------------------------------------------
     def revoked(self, event: AccessRevoked) -> None:
         """What an ended lease gave is taken back, or the attempt failed and is made again."""
-        self.world.discard(self._lacking, event.lease)
+        self._forget(event.lease)
         self.world.discard(self._renewed, event.lease)
         before = self.world.revoking.get(event.lease)
         if before is not None:

@@ -172,21 +172,44 @@ def test_touches_of_other_nodes_mean_nothing() -> None:
     assert host.of(RenewAccess) == []
 
 
-def test_what_can_not_be_made_again_is_told_once() -> None:
+def test_what_can_not_be_made_again_is_told_once_it_failed_twice() -> None:
     host = host_with()
     lease = host.use()
+
+    def told() -> list[tuple[str, str]]:
+        return [(one.lease, one.reason) for one in host.store.audits if one.kind is AuditKind.ACCESS]
+
+    host.do(AccessRenewed(host.later(), lease.id, "no such node"))
+    assert told() == []
+    host.tick(SECOND)
+    assert host.of(RenewAccess) == [RenewAccess(lease)]
     for _ in range(2):
         host.do(AccessRenewed(host.later(), lease.id, "no such node"))
-    told = [one for one in host.store.audits if one.kind is AuditKind.ACCESS]
-    assert [(one.lease, one.reason) for one in told] == [(lease.id, "no such node")]
+    assert told() == [(lease.id, "no such node")]
     assert host.governor.upkeep.lacking(lease.id) == "no such node"
     host.do(AccessRenewed(host.later(), lease.id))
     assert host.governor.upkeep.lacking(lease.id) == ""
-    host.do(AccessRenewed(host.later(), lease.id, "no such node"))
-    assert len([one for one in host.store.audits if one.kind is AuditKind.ACCESS]) == 2
+    for _ in range(2):
+        host.do(AccessRenewed(host.later(), lease.id, "no such node"))
+    assert len(told()) == 2
     host.release(lease.id)
     host.do(AccessRevoked(host.later(), lease.id))
     assert host.governor.upkeep.lacking(lease.id) == ""
+
+
+def test_an_unplugged_device_is_no_problem_of_its_lease() -> None:
+    """Its nodes go before the news of it comes."""
+    host = host_with()
+    lease = host.use()
+    host.do(NodesTouched(host.later(), "d"))
+    host.tick(100 * MS)
+    assert host.of(RenewAccess) == [RenewAccess(lease)]
+    host.do(AccessRenewed(host.later(), lease.id, "no such node"))
+    host.observe(gone=("d",))
+    [effect] = host.of(RenewAccess)
+    host.do(AccessRenewed(host.later(), lease.id, "", effect.lease.lost))
+    host.tick(2 * SECOND)
+    assert [one for one in host.store.audits if one.kind is AuditKind.ACCESS] == []
 
 
 def test_a_device_that_comes_back_to_a_live_lease_waits_for_what_that_gave() -> None:
