@@ -115,8 +115,9 @@ def test_the_helper_dies_in_between(agent: Agent, machine: Machine, card: Accele
     lease = agent.allocate(RESOURCE, confirm=False, netdev="move")
     pid = job(machine)
     agent.confirm(lease, pid=pid)
+    killed = agent.pid
     machine.shell(f"systemctl kill --signal=KILL {UNIT} {HELPER}")
     machine.run("systemctl", "kill", "--signal=KILL", "job")
-    machine.run("systemctl", "start", UNIT)
+    machine.wait(lambda: agent.restarted_since(killed), 30, "the agent's next life")
     agent.wait_states({card.id: "idle"})
     assert interfaces(machine) == {"hca0", "wire0"}

@@ -11,7 +11,7 @@ import pytest
 
 from hetero_agent import names
 from tests.support.process import PYTHON
-from tests.support.wait import PATIENCE
+from tests.support.wait import PATIENCE, wait_until
 from tests.system.agent import UNIT, Agent
 from tests.system.conftest import settings
 from tests.system.machine import Machine
@@ -67,9 +67,11 @@ def agent(prepared: Machine) -> Iterator[Agent]:
     prepared.shell(f"rm -rf /run/systemd/system/{UNIT}.d; systemctl daemon-reload; systemctl start {UNIT}")
     prepared.write("/etc/udev/rules.d/71-people.rules", RULES)
     prepared.shell("rm -f /run/systemd/seats/seat9; udevadm control --reload; systemctl stop 'job*'")
+    prepared.shell("systemctl unmask --runtime systemd-logind")
     for lease in one.leases():
         one.release(lease)
     for node in NODES:
+        strip(prepared, node, SITTING)
         prepared.shell(f"chmod 660 {node}")
     prepared.wait(
         lambda: not any(shown(prepared, node)[1] for node in NODES), PATIENCE, "an end of all entries"
@@ -102,6 +104,15 @@ def shown(machine: Machine, node: str) -> tuple[int, dict[int, str]]:
         for uid, letters in re.findall(r"user:(\d+):(...)", text)
     }
     return stat.S_IMODE(path.stat().st_mode), entries
+
+
+def strip(machine: Machine, node: str, uid: int) -> None:
+    """Take the entry of UID away."""
+    acl = posix1e.ACL(file=str(machine.path(node)))
+    for entry in list(acl):
+        if entry.tag_type == posix1e.ACL_USER and entry.qualifier == uid:
+            acl.delete_entry(entry)
+    acl.applyto(str(machine.path(node)))
 
 
 def opens(machine: Machine, node: str, uid: int) -> bool:
@@ -150,11 +161,19 @@ def test_udevadm_trigger_takes_nothing_away_for_long(prepared: Machine, agent: A
         assert opens(prepared, one, ALICE)
         assert not opens(prepared, one, BOB)
         assert shown(prepared, two) == (int(mode, 8), {})
-    # it ends there: what the agent does is no news to it
+    # it ends there: what the agent does is no news to it; all machines of a host hear its uevents, so
+    # somebody else's may fall into the time
     path = prepared.path(one)
-    before = path.stat().st_ctime_ns
-    with pytest.raises(AssertionError):
-        prepared.wait(lambda: path.stat().st_ctime_ns != before, 2, "another change")
+
+    def quiet() -> bool:
+        before = path.stat().st_ctime_ns
+        try:
+            wait_until(lambda: path.stat().st_ctime_ns != before, 2, "another change")
+        except AssertionError:
+            return True
+        return False
+
+    assert any(quiet() for _ in range(5))
 
 
 def test_uaccess_alone_would_have_taken_it(prepared: Machine, agent: Agent, group: int) -> None:
@@ -174,7 +193,8 @@ def test_uaccess_alone_would_have_taken_it(prepared: Machine, agent: Agent, grou
 def test_who_sits_at_the_machine_is_known(prepared: Machine, agent: Agent) -> None:
     """logind's word for it is a file per seat."""
     one = NODES[0]
-    # seat0 is logind's own to write
+    # logind itself would take the new seat for its own, with nobody there, and take the entries away
+    prepared.run("systemctl", "mask", "--runtime", "--now", "systemd-logind")
     prepared.write("/run/systemd/seats/seat9", f"IS_SEAT0=0\nACTIVE=c9\nACTIVE_UID={SITTING}\n")
     rules = RULES.replace('TAG+="uaccess"', 'ENV{ID_SEAT}="seat9", TAG+="seat", TAG+="uaccess"')
     prepared.write("/etc/udev/rules.d/71-people.rules", rules)
@@ -190,14 +210,25 @@ def test_who_sits_at_the_machine_is_known(prepared: Machine, agent: Agent) -> No
     assert f"note   access: {text}" in findings
     # the same entry of somebody who does not sit there
     prepared.shell("rm /run/systemd/seats/seat9")
-    prepared.shell(f"chmod 600 {one}; chmod 660 {one}")
     foreign = (
         f"{one} has an ACL entry for user {SITTING} (rw-) that no lease gives: they can use it without one;"
         f" remove it with: setfacl -x u:{SITTING} {one}"
     )
-    prepared.wait(lambda: told(agent, ident(one))[-1:] == [("4", foreign)], PATIENCE, "the foreign entry")
-    findings = agent.machine.run("heteroctl", "doctor", check=False).stdout
-    assert f"wrong  access: {foreign}" in findings
+
+    def stray() -> None:
+        # logind, which now knows of a seat without anybody, takes it away whenever it looks
+        posix1e.ACL(text=f"u::rw,u:{SITTING}:rw,g::rw,m::rw,o::-").applyto(str(prepared.path(one)))
+
+    def seen() -> bool:
+        stray()
+        return ("4", foreign) in told(agent, ident(one))
+
+    def found() -> bool:
+        stray()
+        return f"wrong  access: {foreign}" in agent.machine.run("heteroctl", "doctor", check=False).stdout
+
+    prepared.wait(seen, PATIENCE, "the foreign entry")
+    prepared.wait(found, PATIENCE, "what doctor says of it")
 
 
 def test_a_stray_rule_is_told_once(prepared: Machine, agent: Agent) -> None:
