@@ -38,11 +38,16 @@ _ASKING_WITHIN: Final = 120.0
 #: Seconds after which a unit is looked at again though nothing was heard of it.
 _LOOK_AGAIN: Final = 5.0
 
+#: Seconds for which a manager that executes itself anew (daemon-reexec) is asked again, and between.
+_AWAY: Final = 10.0
+_PAUSE: Final = 0.1
+
 _DENIED: Final = STANDARD_PREFIX + "AccessDenied"
 _ASK_FIRST: Final = STANDARD_PREFIX + "InteractiveAuthorizationRequired"
 _NOT_THERE: Final = frozenset(
     STANDARD_PREFIX + name for name in ("ServiceUnknown", "NameHasNoOwner", "Disconnected")
 )
+_ANEW: Final = _NOT_THERE | {STANDARD_PREFIX + "NoReply"}
 
 
 class ManagerError(HeteroError):
@@ -80,6 +85,7 @@ class ServiceManager:
         self._owner = ""
         self._subscribed = False
         self._gone = False
+        self._met = False
         bus.add_message_handler(self._hear)
 
     @classmethod
@@ -165,7 +171,7 @@ class ServiceManager:
     async def properties(self, unit: str, interface: str) -> dict[str, Any]:
         """Return all properties of UNIT on INTERFACE.  Raises ManagerError if it is not loaded."""
         path = await self._path(unit)
-        (found,) = await self._call(path, _PROPERTIES, "GetAll", "s", [interface])
+        (found,) = await self._ask(path, _PROPERTIES, "GetAll", "s", [interface])
         return dict(found)
 
     async def set_runtime(self, unit: str, properties: Iterable[Property]) -> None:
@@ -175,19 +181,34 @@ class ServiceManager:
 
     async def processes(self, unit: str) -> list[int]:
         """Return the pids of all processes of UNIT."""
-        (found,) = await self._call(PATH, _MANAGER, "GetUnitProcesses", "s", [unit])
+        (found,) = await self._ask(PATH, _MANAGER, "GetUnitProcesses", "s", [unit])
         return [pid for _, pid, _ in found]
 
     async def dynamic_uid(self, user: str) -> int:
         """Return the uid that a user of ``DynamicUser=`` has now."""
-        (uid,) = await self._call(PATH, _MANAGER, "LookupDynamicUserByName", "s", [user])
+        (uid,) = await self._ask(PATH, _MANAGER, "LookupDynamicUserByName", "s", [user])
         return int(uid)
 
     async def _path(self, unit: str) -> str:
-        (path,) = await self._call(PATH, _MANAGER, "GetUnit", "s", [unit])
+        (path,) = await self._ask(PATH, _MANAGER, "GetUnit", "s", [unit])
         return str(path)
 
     # -- the connection ---------------------------------------------------------------------------
+    async def _ask(
+        self, path: str, interface: str, member: str, signature: str = "", body: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Make a call that may be repeated: a manager that was there and executes itself anew leaves the
+        bus, with what it was asked unanswered, and is back at once."""
+        end = asyncio.get_running_loop().time() + _AWAY
+        while True:
+            try:
+                return await self._call(path, interface, member, signature, body)
+            except ManagerError as error:
+                here = self._met and not self._gone and error.name in _ANEW
+                if not here or asyncio.get_running_loop().time() > end:
+                    raise
+            await asyncio.sleep(_PAUSE)
+
     async def _call(
         self,
         path: str,
@@ -207,6 +228,7 @@ class ServiceManager:
             if await self._person():
                 reply = await self._send(path, interface, member, signature, body, descriptors, ask)
         if reply.message_type is not MessageType.ERROR:
+            self._met = self._met or path != DRIVER_PATH
             return [wire.plain(value) for value in reply.body]
         text = reply.body[0] if reply.body and isinstance(reply.body[0], str) else reply.error_name
         kind: type[ManagerError] = ManagerError
@@ -253,7 +275,7 @@ class ServiceManager:
         """Have the manager send its signals, which it does only for those who asked."""
         if not self._subscribed:
             self._subscribed = True
-            await self._call(PATH, _MANAGER, "Subscribe")
+            await self._ask(PATH, _MANAGER, "Subscribe")
 
     def _hear(self, message: Any) -> bool:
         """A message arrived.  A signal is only a reason to look, since anybody may send one; but for
