@@ -6,13 +6,14 @@ alone; so neither a crash nor a grant that nobody remembers leaves anything behi
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hetero_agent.access import acl, cdi
 from hetero_agent.access.grant import Grant, GrantedNode
-from hetero_agent.access.manifest import AccessError
+from hetero_agent.access.manifest import AccessError, each
 from hetero_agent.access.record import Made, Records, place
 from hetero_agent.text import printable
 
@@ -52,22 +53,10 @@ class Hands:
         made = self._records.get(lease)
         if made is None:
             return
-        problems = []
+        steps = [functools.partial(self._take, lease, made.uid, node) for node in made.nodes]
         if made.directory:
-            try:
-                cdi.remove(Path(made.directory), lease)
-            except NotADirectoryError:
-                pass
-            except OSError as error:
-                problems.append(_says(error))
-        for node in made.nodes:
-            if not self._records.has_another(lease, node, made.uid):
-                try:
-                    acl.take(node, made.uid)
-                except AccessError as error:
-                    problems.append(str(error))
-        if problems:
-            raise AccessError("; ".join(problems[:3]))
+            steps.insert(0, functools.partial(_remove, Path(made.directory), lease))
+        each(*steps)
         try:
             self._records.remove(lease)
         except OSError as error:
@@ -75,32 +64,27 @@ class Hands:
 
     def sweep(self, live: Collection[str]) -> None:
         """Undo every lease that is not LIVE.  Raises AccessError after all were tried."""
-        problems = []
-        for lease in self._records:
-            if lease not in live:
-                try:
-                    self.revoke(lease)
-                except AccessError as error:
-                    problems.append(f"lease {lease}: {error}")
-        problems += self._sweep_strays(live)
-        if problems:
-            raise AccessError("; ".join(problems[:3]))
+        gone = [lease for lease in self._records if lease not in live]
+        each(
+            *(functools.partial(self._revoke_named, lease) for lease in gone),
+            functools.partial(self._sweep_strays, live),
+        )
 
-    def _sweep_strays(self, live: Collection[str]) -> list[str]:
+    def _revoke_named(self, lease: str) -> None:
+        try:
+            self.revoke(lease)
+        except AccessError as error:
+            raise AccessError(f"lease {lease}: {error}") from error
+
+    def _sweep_strays(self, live: Collection[str]) -> None:
         """Remove specifications that no record knows: a container could be made with one."""
         if self._specifications is None:
-            return []
+            return
         try:
             strays = cdi.listed(self._specifications).difference(live, self._records)
         except OSError as error:
-            return [_says(error)]
-        problems = []
-        for lease in strays:
-            try:
-                cdi.remove(self._specifications, lease)
-            except OSError as error:  # the others can be removed all the same
-                problems.append(_says(error))
-        return problems
+            raise AccessError(_says(error)) from error
+        each(*(functools.partial(_remove, self._specifications, lease) for lease in strays))
 
     def _make(self, grant: Grant, before: Made | None) -> None:
         if before is not None and before.uid != grant.uid:
@@ -120,36 +104,31 @@ class Hands:
             cdi.write(self._specifications, grant, self._hook)
         granted = {place(node) for node in grant.nodes}
         kept = tuple(node for node in nodes if place(node) in granted)
-        problems = self._take_lost(grant, [node for node in nodes if place(node) not in granted])
-        if not problems and len(kept) < len(nodes):
+        each(
+            functools.partial(self._take_lost, grant, directory, nodes, kept),
+            functools.partial(self._give, grant, kept),
+        )
+
+    def _take_lost(
+        self, grant: Grant, directory: str, nodes: tuple[GrantedNode, ...], kept: tuple[GrantedNode, ...]
+    ) -> None:
+        """Take back the entry on those of NODES that GRANT gave and does not any more, and have the
+        record say what is KEPT: the devices went away, and may come back at the same nodes as
+        somebody else's."""
+        lost = [node for node in nodes if node not in kept]
+        if lost:
+            each(*(functools.partial(self._take, grant.lease, grant.uid, node) for node in lost))
             self._records.write(grant.lease, Made(grant.uid, directory, kept))
-        if self._entries:
-            problems += self._give(grant, kept)
-        if problems:
-            raise AccessError("; ".join(problems[:3]))
 
-    def _take_lost(self, grant: Grant, nodes: Iterable[GrantedNode]) -> list[str]:
-        """Take back the entry on nodes that GRANT gave and does not any more: the devices went away,
-        and may come back at the same nodes as somebody else's."""
-        problems = []
-        for node in nodes:
-            if not self._records.has_another(grant.lease, node, grant.uid):
-                try:
-                    acl.take(node, grant.uid)
-                except AccessError as error:
-                    problems.append(str(error))
-        return problems
+    def _take(self, lease: str, uid: int, node: GrantedNode) -> None:
+        """Take back the entry of UID on NODE, unless another lease of his has it, too."""
+        if not self._records.has_another(lease, node, uid):
+            acl.take(node, uid)
 
-    @staticmethod
-    def _give(grant: Grant, nodes: Iterable[GrantedNode]) -> list[str]:
+    def _give(self, grant: Grant, nodes: Iterable[GrantedNode]) -> None:
         """Give the entry on NODES; one that is gone or sick costs the others nothing."""
-        problems = []
-        for node in nodes:
-            try:
-                acl.give(node, grant.uid)
-            except AccessError as error:
-                problems.append(str(error))
-        return problems
+        if self._entries:
+            each(*(functools.partial(acl.give, node, grant.uid) for node in nodes))
 
     def _nodes(self, grant: Grant, before: Made | None) -> tuple[GrantedNode, ...]:
         """The nodes on which the entry of GRANT's uid is ours, or will be: an entry that was there
@@ -163,6 +142,16 @@ class Hands:
                 ):
                     ours[place(node)] = node
         return tuple(ours.values())
+
+
+def _remove(directory: Path, lease: str) -> None:
+    """Remove the specification of LEASE; where no directory is, there is none.  Raises AccessError."""
+    try:
+        cdi.remove(directory, lease)
+    except NotADirectoryError:
+        pass
+    except OSError as error:
+        raise AccessError(_says(error)) from error
 
 
 def _failed(lease: str, error: OSError) -> AccessError:

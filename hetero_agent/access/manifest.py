@@ -26,7 +26,7 @@ class AccessError(ValueError):
     was found."""
 
 
-def each(*steps: Callable[[], None]) -> None:
+def each(*steps: Callable[[], object]) -> None:
     """Do all STEPS, and raise AccessError then with what failed."""
     problems = []
     for step in steps:
