@@ -23,16 +23,11 @@ class Upkeep:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        #: Leases of which something could not be made again -> why.
+        #: Leases of which something could not be made again -> why; "" while that was seen only once:
+        #: perhaps a device was just unplugged, and the news is under way.
         self._lacking: dict[str, str] = {}
-        #: Leases of which it failed once: perhaps a device was just unplugged, and the news is under way.
-        self._doubtful: dict[str, bool] = {}
         #: Leases whose nodes were touched -> when they are, or were, renewed for it.
         self._renewed: dict[str, int] = {}
-
-    def lacking(self, lease_id: str) -> str:
-        """Why a lease does not give all that it should, "" if it does."""
-        return self._lacking.get(lease_id, "")
 
     # -- while they live -------------------------------------------------------------------------
     def touched(self, event: NodesTouched) -> None:
@@ -62,26 +57,20 @@ class Upkeep:
             return
         if lease.id in self.world.revoking and event.lost == lease.lost:
             self._taken_back(lease.id, event.error, event.at, "renew")
-        if event.error and event.error == self._lacking.get(event.lease):
-            return
+        before = self._lacking.get(event.lease)
         if not event.error:
-            self._forget(event.lease)
-        elif event.lease not in self._doubtful:
-            self.world.assign(self._doubtful, event.lease, True)
+            self.world.discard(self._lacking, event.lease)
+        elif before is None:
+            self.world.assign(self._lacking, event.lease, "")
             self.world.alarm(event.at.boot + _AGAIN, "renew", event.lease)
-        else:
+        elif event.error != before:
             self.world.assign(self._lacking, event.lease, event.error)
             self._problem(lease.id, event.at, "could not be made whole", event.error)
-
-    def _forget(self, lease_id: str) -> None:
-        """Nothing is lacking, or nobody cares any more."""
-        self.world.discard(self._lacking, lease_id)
-        self.world.discard(self._doubtful, lease_id)
 
     # -- after their end -------------------------------------------------------------------------
     def revoked(self, event: AccessRevoked) -> None:
         """What an ended lease gave is taken back, or the attempt failed and is made again."""
-        self._forget(event.lease)
+        self.world.discard(self._lacking, event.lease)
         self.world.discard(self._renewed, event.lease)
         before = self.world.revoking.get(event.lease)
         if before is not None:

@@ -481,7 +481,6 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "revoking": world.revoking,
         "lacking": governor.upkeep._lacking,
         "renewed": governor.upkeep._renewed,
-        "doubtful": governor.upkeep._doubtful,
         "histories": {key: list(records) for key, records in world.histories.items()},
         "allocatable": world.allocatable,
         "free": +world.free,

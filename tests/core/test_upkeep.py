@@ -186,15 +186,15 @@ def test_what_can_not_be_made_again_is_told_once_it_failed_twice() -> None:
     for _ in range(2):
         host.do(AccessRenewed(host.later(), lease.id, "no such node"))
     assert told() == [(lease.id, "no such node")]
-    assert host.governor.upkeep.lacking(lease.id) == "no such node"
+    assert host.governor.upkeep._lacking.get(lease.id, "") == "no such node"
     host.do(AccessRenewed(host.later(), lease.id))
-    assert host.governor.upkeep.lacking(lease.id) == ""
+    assert host.governor.upkeep._lacking.get(lease.id, "") == ""
     for _ in range(2):
         host.do(AccessRenewed(host.later(), lease.id, "no such node"))
     assert len(told()) == 2
     host.release(lease.id)
     host.do(AccessRevoked(host.later(), lease.id))
-    assert host.governor.upkeep.lacking(lease.id) == ""
+    assert host.governor.upkeep._lacking.get(lease.id, "") == ""
 
 
 def test_an_unplugged_device_is_no_problem_of_its_lease() -> None:
