@@ -21,30 +21,15 @@ from tests.support.agent import CONFIG, AgentProcess
 from tests.support.bus import PrivateBus
 from tests.support.calls import CallError, Client, V
 from tests.support.fakesys import FakeSys
+from tests.support.network import NIC as RESOURCE
+from tests.support.network import NIC_PROFILE as PROFILE
 from tests.support.network import Workload, ip, is_up, links
 from tests.support.process import PYTHON, ROOT
 from tests.support.under import run_under
 from tests.support.wait import wait_until
 
 DEVICE = "0000:3b:00.0"
-RESOURCE = "example.com/nic"
 MOVE = {"netdev": V("s", "move")}
-
-PROFILE = """
-schema = 1
-resource = "example.com/nic"
-priority = 60
-[[match]]
-vendors = ["1e52"]
-classes = ["1200"]
-[[nodes]]
-subsystem = "accel"
-pattern = "accel*"
-role = "own"
-required = true
-[attributes]
-net = { name-of = "net", all = true }
-"""
 
 in_a_host = run_under("unshare", "--net", "--mount", "--propagation", "private")
 

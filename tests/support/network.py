@@ -17,6 +17,24 @@ from tests.support.wait import wait_until
 
 P = ParamSpec("P")
 
+#: A resource of accelerators with network interfaces, and its profile.
+NIC: Final = "example.com/nic"
+NIC_PROFILE: Final = """
+schema = 1
+resource = "example.com/nic"
+priority = 60
+[[match]]
+vendors = ["1e52"]
+classes = ["1200"]
+[[nodes]]
+subsystem = "accel"
+pattern = "accel*"
+role = "own"
+required = true
+[attributes]
+net = { name-of = "net", all = true }
+"""
+
 _CLONE_FS: Final = 0x200
 _CLONE_NEWNS: Final = 0x20000
 _CLONE_NEWNET: Final = 0x40000000

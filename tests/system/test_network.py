@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from hetero_agent import names
+from tests.support.network import NIC as RESOURCE
+from tests.support.network import NIC_PROFILE
 from tests.support.process import ROOT
 from tests.system.accelerators import Accelerator, Accelerators
 from tests.system.agent import UNIT, Agent, Refused
@@ -15,30 +17,13 @@ from tests.system.conftest import CONFIG
 from tests.system.machine import Machine
 
 HELPER = "hetero-agent-access.service"
-RESOURCE = "example.com/nic"
-
-_PROFILE = """
-schema = 1
-resource = "example.com/nic"
-priority = 60
-[[match]]
-vendors = ["1e52"]
-classes = ["1200"]
-[[nodes]]
-subsystem = "accel"
-pattern = "accel*"
-role = "own"
-required = true
-[attributes]
-net = { name-of = "net", all = true }
-"""
 
 
 @pytest.fixture
 def card(agent: Agent, machine: Machine, hardware: Accelerators) -> Iterator[Accelerator]:
     """An accelerator with the network interface ``hca0``, which leases may move."""
     machine.write("/etc/hetero-agent/hetero-agent.conf", CONFIG + "[access]\nmove-netdevs = true\n")
-    machine.write("/etc/hetero-agent/profiles.d/nic.toml", _PROFILE)
+    machine.write("/etc/hetero-agent/profiles.d/nic.toml", NIC_PROFILE)
     machine.run("systemctl", "reload", UNIT)
     machine.shell("ip link add hca0 type veth peer name wire0 && ip link set hca0 up && ip link set wire0 up")
     (one,) = hardware.plug()
