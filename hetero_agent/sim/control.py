@@ -20,6 +20,8 @@ log = logging.getLogger("hetero_agent.sim")
 #: Longest request line in bytes.
 LONGEST_LINE: Final = 65_536
 
+TOO_LONG: Final = f"a request is longer than {LONGEST_LINE} bytes"
+
 Do = Callable[[Command], Awaitable[dict[str, Any]]]
 
 
@@ -62,22 +64,30 @@ async def serve(server: socket.socket, do: Do) -> asyncio.Server:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             try:
-                while line := await _line(reader, writer):
-                    await _send(writer, await answer(line, do))
+                while (line := await _line(reader)) != b"":
+                    await _send(writer, _refusal(TOO_LONG) if line is None else await answer(line, do))
             finally:
                 writer.close()
 
     return await asyncio.start_unix_server(client, sock=server, limit=LONGEST_LINE)
 
 
-async def _line(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """The next request line, b"" at the end of the connection."""
-    try:
-        return await reader.readline()
-    except ValueError:
-        # what is left of the line can't be told from the next request
-        await _send(writer, _refusal(f"a request is longer than {LONGEST_LINE} bytes"))
-        return b""
+async def _line(reader: asyncio.StreamReader) -> bytes | None:
+    """The next request line, b"" at the end of the connection, None for one that was too long.
+
+    One that is too long is read to its end all the same, a piece at a time: a socket that is closed
+    under a peer that still writes breaks its pipe, and the answer that says why is never read."""
+    fits = True
+    while True:
+        try:
+            line = await reader.readuntil()
+        except asyncio.LimitOverrunError as error:
+            fits = False
+            await reader.readexactly(error.consumed)
+        except asyncio.IncompleteReadError as error:
+            return error.partial if fits else None
+        else:
+            return line if fits else None
 
 
 async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hetero_agent.sim.control import LONGEST_LINE
 from tests.support.calls import as_user
 from tests.support.process import PYTHON, Program
 from tests.support.sim import ask, ask_raw, tell
@@ -144,6 +145,22 @@ def test_many_requests_on_one_connection(lone: LoneSim) -> None:
         one.connect(str(lone.socket))
         one.sendall(b'{"verb": "li')
     assert len(tell(lone.socket, "list")["devices"]) == 20
+
+
+@pytest.mark.parametrize("length", [LONGEST_LINE + 1, 2 * LONGEST_LINE, 4 << 20])
+def test_a_line_that_is_too_long_is_read_to_its_end_before_it_is_refused(lone: LoneSim, length: int) -> None:
+    # closed under a sender that is not done, the socket would break its pipe and eat the answer
+    lone.start()
+    with socket.socket(socket.AF_UNIX) as one, one.makefile("rb") as stream:
+        one.settimeout(30)
+        one.connect(str(lone.socket))
+        one.sendall(b"x" * length + b'\n{"verb": "list"}\n')
+        assert json.loads(stream.readline()) == {"ok": False, "error": "a request is longer than 65536 bytes"}
+        assert json.loads(stream.readline())["devices"] == []
+        one.sendall(b"x" * length)
+        one.shutdown(socket.SHUT_WR)
+        assert "longer than" in json.loads(stream.readline())["error"]
+        assert stream.readline() == b""
 
 
 def test_a_second_simulator_and_a_dead_ones_socket(lone: LoneSim) -> None:
