@@ -116,7 +116,6 @@ class Daemon:
         self.audit = JournalWriter(self.ledger, places.audit)
         self.governor = Governor(settings_of(config), secrets.token_hex(8))
         self.engine = Engine(self.governor, self.ledger, self.lasting)
-        self.engine.effects_timeout = config.grant.effects_timeout
         self.engine.on_stored = self.audit.wake
         submit, now = self._submit, self.engine.now
         self.holders = HolderEdge(submit, now, self._protected, self._main_pid, _contained(config))
@@ -216,6 +215,7 @@ class Daemon:
             health=self.health,
             owners=self.bus.owners,
             publisher=self,
+            effects_timeout=self.config.grant.effects_timeout,
             scan_interval=self.config.reclaim.scan_interval,
         )
         await self.holders.start()

@@ -11,11 +11,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from hetero_agent import faultpoints
+from hetero_agent.access_jobs import AccessJobs
 from hetero_agent.core.effects import (
     AttachAccess,
     Changes,
@@ -41,14 +42,11 @@ from hetero_agent.core.events import (
     AccessAttached,
     AccessFailed,
     AccessPrepared,
-    AccessRenewed,
-    AccessRevoked,
     Allocate,
     Confirm,
     CordonStored,
     DeviceScan,
     Event,
-    Note,
     OwnerGone,
     Reap,
     Release,
@@ -58,7 +56,7 @@ from hetero_agent.core.events import (
     Token,
 )
 from hetero_agent.core.governor import Governor
-from hetero_agent.core.model import AuditKind, Binding, Instant, Lease
+from hetero_agent.core.model import Binding, Instant
 from hetero_agent.core.ports import Access, HealthWatch, Holders, Lasting, Ledger, Publisher
 from hetero_agent.text import printable
 
@@ -69,10 +67,6 @@ BUDGET = 64
 
 #: Boot µs after a start or a sleep in which nothing expires.
 LOOK_FIRST = 1_000_000
-
-#: Seconds until what leases of an earlier life left is swept again after a failure, at first and at most.
-SWEEP_AGAIN = 2.0
-SWEEP_AGAIN_MOST = 60.0
 
 _CALLS = (Allocate, Confirm, Release, SetCordon, Reap)
 _STEPS: dict[type, str] = {
@@ -110,10 +104,9 @@ class Engine:
         self.governor = governor
         self.ledger = ledger
         self.lasting = lasting
-        self.effects_timeout = 10.0
         self.store_problem = ""
         self.on_stored: Callable[[], None] = lambda: None
-        self._access: Access
+        self._jobs: AccessJobs
         self._holders: Holders
         self._health: HealthWatch
         self._owners: Owners
@@ -123,10 +116,6 @@ class Engine:
         self._waiters: dict[Token, asyncio.Future[str]] = {}
         self._last_token = 0
         self._backlog = Changes()
-        self._tasks: set[asyncio.Task[None]] = set()
-        #: Leases whose turn to be renewed has not come, as they are to be.
-        self._renewals: dict[str, Lease] = {}
-        self._renewing = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
         self._not_before = 0
@@ -144,10 +133,12 @@ class Engine:
         health: HealthWatch,
         owners: Owners,
         publisher: Publisher,
+        effects_timeout: float,
         scan_interval: float,
     ) -> None:
-        """Give it its edges; SCAN_INTERVAL is the time between full scans in seconds."""
-        self._access = access
+        """Give it its edges, and the durations of `configure`."""
+        self._jobs = AccessJobs(access, self.governor.leases, self.submit, self.now)
+        self._jobs.timeout = effects_timeout
         self._health = health
         self._holders = holders
         self._owners = owners
@@ -159,7 +150,7 @@ class Engine:
         """Take up what the stores kept and act on it."""
         outcome = self.governor.restore(restored, self.now())
         self._store(outcome.changes)
-        self._spawn(self._sweep())
+        self._jobs.sweep()
         self._carry_out(outcome)
         self._look_first()
         self._scan_timer = self._loop.call_later(self._scan_interval, self._full_scan)
@@ -170,8 +161,9 @@ class Engine:
         return self._scan_timer is not None
 
     def configure(self, effects_timeout: float, scan_interval: float) -> None:
-        """Go by other durations (seconds) from now on."""
-        self.effects_timeout = effects_timeout
+        """Go by other durations from now on: seconds that what leases give may take to be made, and
+        between full scans."""
+        self._jobs.timeout = effects_timeout
         self._scan_interval = scan_interval
 
     async def stop(self) -> None:
@@ -179,9 +171,7 @@ class Engine:
         for timer in (self._timer, self._scan_timer):
             if timer is not None:
                 timer.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._jobs.stop()
         if self._backlog:
             self._store(Changes())
 
@@ -349,17 +339,8 @@ class Engine:
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case PrepareAccess():
-                self._spawn(self._prepare(effect))
-            case RevokeAccess(lease):
-                self._spawn(self._revoke(lease))
-            case RenewAccess(leased):
-                waiting = leased.id in self._renewals
-                self._renewals[leased.id] = leased
-                if not waiting:
-                    self._spawn(self._renew(leased.id))
-            case AttachAccess():
-                self._spawn(self._attach(effect))
+            case PrepareAccess() | RevokeAccess() | RenewAccess() | AttachAccess():
+                self._jobs.start(effect)
             case WatchOwner(lease, binding):
                 if binding.pid is not None:
                     self._holders.watch_process(lease, binding)
@@ -380,74 +361,6 @@ class Engine:
                 self.lasting.store_cordon(
                     name, cordon, lambda error: self.submit(CordonStored(self.now(), token, error))
                 )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("an effect failed", exc_info=task.exception())
-
-    async def _prepare(self, effect: PrepareAccess) -> None:
-        lease = effect.lease
-        try:
-            async with asyncio.timeout(self.effects_timeout):
-                manifest = await self._access.prepare(lease, effect.records)
-        except (ValueError, OSError, TimeoutError) as error:
-            reason = printable(error) or f"the effects took over {self.effects_timeout:g} s"
-            self.submit(AccessFailed(self.now(), lease.id, reason))
-        except Exception:
-            log.exception("preparing lease %s failed", lease.id)
-            self.submit(AccessFailed(self.now(), lease.id, "the agent failed; its log says how"))
-        else:
-            self.submit(AccessPrepared(self.now(), lease.id, manifest))
-
-    async def _revoke(self, lease: str) -> None:
-        error = await self._attempt(self._access.revoke(lease), f"revoking lease {lease}")
-        self.submit(AccessRevoked(self.now(), lease, error))
-
-    async def _renew(self, name: str) -> None:
-        """Renew a lease when its turn has come.  One at a time, each waiting once: whoever may write a
-        node can touch it as often as he likes, and all leases that share the node are renewed then."""
-        async with self._renewing:
-            lease = self._renewals.pop(name)
-            known = self.governor.leases.get(name)
-            if known is None or not known.alive:
-                return  # nobody would take back what was made for it now
-            error = await self._attempt(self._access.renew(lease), f"renewing lease {name}")
-        self.submit(AccessRenewed(self.now(), name, error, lease.lost))
-
-    async def _attach(self, effect: AttachAccess) -> None:
-        lease, process = effect.lease, effect.process
-        error = await self._attempt(self._access.attach(lease, process), f"attaching lease {lease.id}")
-        self.submit(AccessAttached(self.now(), lease.id, process, error))
-
-    async def _sweep(self) -> None:
-        """Have undone what unknown leases left, again until it is: the helper may be late at a boot."""
-        pause = SWEEP_AGAIN
-        while error := await self._attempt(
-            self._access.sweep(frozenset(self.governor.leases)), "sweeping what unknown leases left"
-        ):
-            if pause == SWEEP_AGAIN:
-                text = f"what leases gave that are not known any more can't be taken back yet: {error}"
-                self.submit(Note(self.now(), AuditKind.ACCESS, text, 4))
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, SWEEP_AGAIN_MOST)
-
-    async def _attempt(self, work: Coroutine[Any, Any, None], what: str) -> str:
-        """Do WORK within the time that effects have; returns "" or why it failed."""
-        try:
-            async with asyncio.timeout(self.effects_timeout):
-                await work
-        except (ValueError, OSError, TimeoutError) as error:
-            return printable(error) or f"it took over {self.effects_timeout:g} s"
-        except Exception:
-            log.exception("%s failed", what)
-            return "the agent failed; its log says how"
-        return ""
 
     # -- scans and time ---------------------------------------------------------------------------------
     def _scan(self, names: Iterable[str]) -> None:

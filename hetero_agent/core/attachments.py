@@ -79,7 +79,8 @@ class Attachments:
         waiting = self._waiting.get(event.lease)
         if waiting is None or waiting.event.binding.pid != event.process:
             if event.error:
-                self._lacking(lease, event)
+                text = "its network interfaces are not where they should be"
+                self.world.access_failed(lease.id, event.at, text, event.error)
             return None
         world.discard(self._waiting, event.lease)
         if not event.error:
@@ -113,13 +114,3 @@ class Attachments:
     def _refuse(self, waiting: Waiting, refusal: Refusal) -> None:
         for token in waiting.tokens:
             self.world.effect(Refuse(token, refusal.kind, refusal.text))
-
-    def _lacking(self, lease: Lease, event: AccessAttached) -> None:
-        self.world.audit(
-            AuditKind.ACCESS,
-            event.at,
-            f"lease {lease.id}: its network interfaces are not where they should be: {printable(event.error)}",
-            priority=4,
-            lease=lease.id,
-            reason=event.error,
-        )

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from hetero_agent.core.effects import RenewAccess, RequestScan
 from hetero_agent.core.events import AccessRenewed, AccessRevoked, NodesTouched
-from hetero_agent.core.lifecycle import Trigger
-from hetero_agent.core.model import AuditKind, Instant
+from hetero_agent.core.model import Instant
 from hetero_agent.core.world import World, in_hands
-from hetero_agent.text import printable
 
 #: Boot µs until a failed revocation is tried again, in which touches of nodes count as one, and that
 #: a lease is renewed apart at the least: whoever may write a node can touch it as often as he likes.
@@ -65,7 +63,7 @@ class Upkeep:
             self.world.alarm(event.at.boot + _AGAIN, "renew", event.lease)
         elif event.error != before:
             self.world.assign(self._lacking, event.lease, event.error)
-            self._problem(lease.id, event.at, "could not be made whole", event.error)
+            self.world.access_failed(lease.id, event.at, "what it gives could not be made whole", event.error)
 
     # -- after their end -------------------------------------------------------------------------
     def revoked(self, event: AccessRevoked) -> None:
@@ -76,7 +74,8 @@ class Upkeep:
         if before is not None:
             self._taken_back(event.lease, event.error, event.at, "revoke")
             if event.error and event.error != before.error:
-                self._problem(event.lease, event.at, "could not be taken back", event.error)
+                text = "what it gives could not be taken back"
+                self.world.access_failed(event.lease, event.at, text, event.error)
 
     def _taken_back(self, lease_id: str, error: str, at: Instant, again: str) -> None:
         world = self.world
@@ -94,14 +93,3 @@ class Upkeep:
         """Another attempt to take back what a lease gave is due."""
         if lease_id in self.world.revoking:
             self.world.revoke(lease_id)
-
-    def _problem(self, lease_id: str, at: Instant, what: str, error: str) -> None:
-        self.world.audit(
-            AuditKind.ACCESS,
-            at,
-            f"lease {lease_id}: what it gives {what}: {printable(error)}",
-            priority=4,
-            lease=lease_id,
-            trigger=Trigger.EFFECT_FAILED,
-            reason=error,
-        )

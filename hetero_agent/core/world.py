@@ -413,6 +413,18 @@ class World(Roster):
         self.outcome.changes.audits.append(record)
         return record
 
+    def access_failed(self, lease_id: str, at: Instant, what: str, error: str) -> None:
+        """Write in the audit trail that something a lease gives on the host is not as it should be."""
+        self.audit(
+            AuditKind.ACCESS,
+            at,
+            f"lease {lease_id}: {what}: {printable(error)}",
+            priority=4,
+            lease=lease_id,
+            trigger=Trigger.EFFECT_FAILED,
+            reason=error,
+        )
+
 
 def held_by(holders: tuple[Holder, ...]) -> str:
     """Say in public words what keeps a device: how many processes (never which)."""

@@ -156,6 +156,7 @@ class Service:
             health=_Health(),
             owners=self.service.owners,
             publisher=self.service.publisher,
+            effects_timeout=10,
             scan_interval=3600,
         )
         self.engine.start(Restored())
