@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tomllib
@@ -77,10 +78,55 @@ def test_every_file_is_installed_in_its_place(top: str) -> None:
 def test_what_is_installed_exists() -> None:
     sources = [*installed(), *lines("hetero-agent.manpages")]
     made = {source for source in sources if source.startswith("debian/generated/")}
-    assert [source for source in sources if source not in made and not (ROOT / source).is_file()] == []
+    assert [source for source in sources if source not in made and not list(ROOT.glob(source))] == []
     rules = (DEBIAN / "rules").read_text()
     for source in made:
         assert f"$(GENERATED)/{Path(source).name}\n" in rules, source
+
+
+#: Where the package has its documents.
+DOCUMENTS = "usr/share/doc/hetero-agent"
+
+
+def documents() -> dict[str, Path]:
+    """What lies below DOCUMENTS when the package is installed -> its source."""
+    globs = dict.fromkeys(lines("hetero-agent.docs"), "")
+    globs |= dict.fromkeys(lines("hetero-agent.examples"), "examples")
+    for source, place in installed().items():
+        if place.startswith(DOCUMENTS):
+            globs[source] = place.removeprefix(DOCUMENTS).strip("/")
+    found = {}
+    for pattern, place in globs.items():
+        for top in ROOT.glob(pattern):
+            for path in [top] if top.is_file() else top.rglob("*"):
+                found[str(Path(place) / path.relative_to(top.parent))] = path
+    return found
+
+
+def test_links_between_documents_hold_once_installed() -> None:
+    there = documents()
+    checked = 0
+    for name, source in there.items():
+        if source.suffix != ".md":
+            continue
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", source.read_text()):
+            target = os.path.normpath(Path(name).parent / link)
+            if target == "dbus":
+                continue  # the words beside this link say where the package has them
+            assert target in there or any(other.startswith(f"{target}/") for other in there), (name, link)
+            checked += 1
+    assert checked >= 40
+
+
+def test_documents_that_manuals_and_units_name_are_installed() -> None:
+    there = documents()
+    named = 0
+    for source in [*(ROOT / "docs").glob("*.[1-8]"), *(ROOT / "systemd").iterdir()]:
+        text = source.read_text().replace("\\-", "-")
+        for name in re.findall(rf"/{DOCUMENTS}/([\w./-]*\w)", text):
+            assert name in there, (source, name)
+            named += 1
+    assert named >= 5
 
 
 def test_every_manual_is_installed() -> None:
