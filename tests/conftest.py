@@ -23,12 +23,19 @@ _LOG_SHOWN = 20_000
 _MARK = "HETERO_AGENT_TEST_RUN"
 
 
+def _heed_signals() -> None:
+    """Have what the tests start heed every signal again, whatever they were started from: a background
+    job ignores SIGINT and SIGQUIT, what nohup started SIGHUP, and programs inherit that."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # those Python itself ignores
+        if signal.getsignal(number) is signal.SIG_IGN:
+            # a handler, since a program that is started then has the default, and this one lives on
+            handler = signal.default_int_handler if number == signal.SIGINT else lambda *_: None
+            signal.signal(number, handler)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    # a shell's background job ignores these two, and so would all that the tests start and interrupt
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    _heed_signals()
     os.environ[_MARK] = str(os.getpid())
     config.stash[_unlisted] = []
 
