@@ -125,7 +125,7 @@ class Daemon:
         self.registry = Registry(
             config.providers, config.limits, submit, now, self.governor.epoch, self._source_of
         )
-        self.door = Door(self._doer())
+        self.door = Door(self._doer(), self._look)
         self.survey = Survey(
             self.governor,
             self.engine.submit,
@@ -163,7 +163,7 @@ class Daemon:
         return await self.bus.owners.units.main_pid(unit)
 
     def _look(self, path: str) -> None:
-        """A probe saw that the kernel's device at PATH has changed."""
+        """A probe or a grant saw that the kernel's device at PATH has changed."""
         self.kernel.look(path)
 
     def _source_of(self, name: str) -> str:

@@ -67,10 +67,12 @@ class Doer(Protocol):
 
 
 class Door:
-    """What the engine knows as `Access`.  Without a DOER nothing is made on the host."""
+    """What the engine knows as `Access`.  Without a DOER nothing is made on the host.  LOOK is told the
+    places in sysfs of the kernel's devices that can't be given as discovery saw them."""
 
-    def __init__(self, doer: Doer | None = None) -> None:
+    def __init__(self, doer: Doer | None = None, look: Callable[[str], None] | None = None) -> None:
         self._doer = doer
+        self._look = look
         self._turns: dict[str, asyncio.Lock] = {}
         self._gids: dict[str, int | None] = {}
         self._local: dict[int, bool] = {}
@@ -109,10 +111,14 @@ class Door:
                 record.id: [check_node(node, bool(record.path)) for node in record.nodes] for record in ordered
             }
 
-        if not mounts and all(self._immediate(node) for record in ordered for node in record.nodes):
-            existing, nodes = look()
-        else:
-            existing, nodes = await in_thread(look, "the nodes and mounts of the lease")
+        try:
+            if not mounts and all(self._immediate(node) for record in ordered for node in record.nodes):
+                existing, nodes = look()
+            else:
+                existing, nodes = await in_thread(look, "the nodes and mounts of the lease")
+        except AccessError:
+            self._doubt(ordered)
+            raise
         groups = await self._group_ids({name for record in ordered for name in record.groups})
         manifest = build(lease, ordered, nodes, groups, existing)
         if self._doer is not None:
@@ -170,6 +176,13 @@ class Door:
     def reload(self) -> None:
         """Forget what the names of groups meant."""
         self._gids.clear()
+
+    def _doubt(self, records: Sequence[DeviceRecord]) -> None:
+        """Have the kernel's devices among RECORDS looked at again, once each: what made their nodes
+        others need not have sent a uevent (nvidia-modprobe makes them anew with another major)."""
+        if self._look is not None:
+            for place in dict.fromkeys(record.path for record in records if record.path):
+                self._look(place)
 
     def _immediate(self, node: Node) -> bool:
         """Whether a look at NODE can't hang."""

@@ -370,3 +370,18 @@ def test_the_type_of_a_filesystem() -> None:
     assert module._filesystem(os.stat("/dev/shm").st_dev) == "tmpfs"
     assert module._filesystem(os.stat("/proc").st_dev) == "proc"
     assert module._filesystem(os.makedev(4095, 4095)) == ""
+
+
+def test_the_kernels_devices_that_can_not_be_given_are_looked_at_again(tmp_path: Path) -> None:
+    seen: list[str] = []
+    (tmp_path / "a").touch()
+    card, part, other = (
+        record(name, [Node(str(tmp_path / name), Role.OWN, "file", fsdev=1, inode=2)], path=path)
+        for name, path in (("a", "/sys/devices/x/1"), ("b", "/sys/devices/x/1"), ("c", ""))
+    )
+    with pytest.raises(AccessError, match="expected file"):
+        prepare(lease("a", "b", "c"), card, part, other, door=Door(look=seen.append))
+    assert seen == ["/sys/devices/x/1"]
+    good = record("a", [file_node(tmp_path / "a")], path="/sys/devices/x/1")
+    prepare(lease("a"), good, door=Door(look=seen.append))
+    assert len(seen) == 1

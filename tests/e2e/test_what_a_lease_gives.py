@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from hetero_agent import names
-from tests.support.agent import AgentProcess
+from tests.support.agent import CONFIG, AgentProcess
 from tests.support.bus import PrivateBus
 from tests.support.calls import CallError, Client, V
 from tests.support.console import CONSOLE, DEVICE_ID, PROFILE, RESOURCE
 from tests.support.ctl import Ctl
+from tests.support.fakesys import FakeSys, in_own_mounts
+from tests.support.wait import wait_until
 
 
 def profile(directory: Path) -> str:
@@ -73,3 +75,54 @@ def test_mounts_are_looked_for_at_each_grant(bus: PrivateBus, tmp_path: Path) ->
             }
     finally:
         agent.close()
+
+
+@in_own_mounts
+def test_a_node_that_changed_without_a_uevent_fails_one_grant_and_no_more() -> None:
+    """As when a driver is loaded anew and its tool makes the nodes: nobody is told."""
+    accelerator, first, second = "heteroagent.org/accelerator", "0000:3b:00.0", "0000:af:00.0"
+    machine = FakeSys()
+    paths = {address: machine.npu(address) for address in (first, second)}
+    bus = PrivateBus()
+    # the next probe would see it, too
+    agent = AgentProcess(bus, config=f"{CONFIG}\n[health]\ninterval = 600\n", sources="kernel")
+    try:
+        agent.start()
+        with Client(bus) as root:
+
+            def refused(device: str, request: str) -> str:
+                root.wait_for_device(device, State="idle")
+                with pytest.raises(CallError) as caught:
+                    root.allocate(request, accelerator, options={"devices": V("as", [device])})
+                assert caught.value.name == "Unavailable"
+                return caught.value.text
+
+            def counts() -> dict[str, int]:
+                return dict(root.properties(names.ROOT, names.MANAGER)["Resources"][accelerator])
+
+            for device in paths:
+                root.wait_for_device(device, State="idle", Health="healthy")
+            node, before = machine.renumber(paths[first], 50)
+            assert f"node {node}: expected char node 4:{before}, found char node 4:50" in refused(first, "r1")
+            assert counts()["total"] == 2
+
+            def number() -> list[int]:
+                nodes = root.call(names.device_path(first), names.DEVICE, "GetNodes")
+                return [row[-1] for row in nodes if row[0] == node]
+
+            wait_until(lambda: number() == [50], what="the node under its new number")
+            root.wait_for_device(first, State="idle")
+            lease, manifest = root.allocate("r2", accelerator, options={"devices": V("as", [first])})
+            assert manifest["nodes"] == [[first, node, "own", "char", 4, 50]]
+            root.release("r3", lease)
+
+            gone = next((paths[second] / "accel").iterdir()).name
+            Path(f"/dev/accel/{gone}").unlink()
+            assert f"node /dev/accel/{gone}: expected char node" in (text := refused(second, "r4"))
+            assert "found nothing" in text
+            # it is not offered to the next
+            root.wait_for_device(second, State="offline", Reason="no-node")
+            assert counts()["total"] == 2
+    finally:
+        agent.close()
+        bus.close()

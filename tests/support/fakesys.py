@@ -78,6 +78,20 @@ class FakeSys:
         os.chown(node, 0, 44)
         return path
 
+    def renumber(self, path: Path, minor: int) -> tuple[str, int]:
+        """Give the accel node of the device at PATH, in /sys and in /dev, another MINOR, and tell nobody;
+        returns the node's path and the number that it had."""
+        uevent = next((path / "accel").glob("*/uevent"))
+        fields = dict(line.split("=", 1) for line in uevent.read_text().splitlines())
+        uevent.write_text(uevent.read_text().replace(f"MINOR={fields['MINOR']}\n", f"MINOR={minor}\n"))
+        numbers = Path("/sys/dev/char")
+        (numbers / f"{fields['MAJOR']}:{fields['MINOR']}").rename(numbers / f"{fields['MAJOR']}:{minor}")
+        node = Path("/dev") / fields["DEVNAME"]
+        node.unlink()
+        os.mknod(node, 0o660 | stat.S_IFCHR, os.makedev(int(fields["MAJOR"]), minor))
+        os.chown(node, 0, 44)
+        return str(node), int(fields["MINOR"])
+
     def bind(self, path: Path, driver: str) -> None:
         """Make DRIVER the device's driver."""
         where = Path(f"/sys/bus/pci/drivers/{driver}")
