@@ -76,7 +76,8 @@ async def _examine(bus: str | None) -> list[Finding]:
         findings.append(Finding("wrong", "bus", error.text, next_step(error)))
     except HeteroError as error:
         findings.append(Finding("wrong", "agent", error.text, next_step(error)))
-    findings += [found for found in (hostchecks.unit(), hostchecks.helper()) if found is not None]
+    on_host = (hostchecks.unit(), hostchecks.helper(), hostchecks.network())
+    findings += [found for found in on_host if found is not None]
     findings += hostchecks.pci_without_driver()
     findings += hostchecks.directories()
     return findings

@@ -42,6 +42,14 @@ _DRIVERS: Final = {
     "10ee": "xocl",
 }
 
+#: What the helper's unit must have before it can move network interfaces, by systemd's properties.
+_MOVING: Final = {
+    "CapabilityBoundingSet": ("CAP_NET_ADMIN", "CAP_SYS_ADMIN", "CAP_SYS_PTRACE"),
+    "PrivateNetwork": ("no",),
+    "PrivateMounts": ("no",),
+}
+_NETWORK_EXAMPLE: Final = "/usr/share/doc/hetero-agent/examples/access-network.conf"
+
 _FIRST_SANE_YEAR: Final = 2024
 _SYSTEMCTL_SECONDS: Final = 5.0
 
@@ -119,6 +127,45 @@ def helper(systemctl: str | None = None, booted: Path = Path("/run/systemd/syste
     return None
 
 
+def network(
+    systemctl: str | None = None,
+    booted: Path = Path("/run/systemd/system"),
+    config: Path = Path(names.CONFIG_FILE),
+) -> Finding | None:
+    """Where leases may take network interfaces along: has the helper the rights for that
+    (examples/access-network.conf)?  None where they may not, or where no helper is installed."""
+    systemctl = systemctl or shutil.which("systemctl")
+    if systemctl is None or not booted.is_dir() or not _moves_netdevs(config):
+        return None
+    unit_name = "hetero-agent-access.service"
+    state = _state(systemctl, unit_name, ("LoadState", *_MOVING))
+    if state is None or state.get("LoadState") != "loaded":
+        return None
+    lacking = []
+    for key, wanted in _MOVING.items():
+        words = state.get(key, "").lower().split()
+        if missing := [one for one in wanted if one.lower() not in words]:
+            lacking.append(f"{key}={' '.join(missing)}")
+    if not lacking:
+        return Finding("ok", "network", f"{unit_name} has what moving network interfaces needs")
+    return Finding(
+        "wrong",
+        "network",
+        f"move-netdevs is on, but {unit_name} lacks {', '.join(lacking)}: leases with netdev=move are refused",
+        f"cp {_NETWORK_EXAMPLE} /etc/systemd/system/{unit_name}.d/network.conf (mkdir -p that directory first);"
+        f" systemctl daemon-reload; systemctl stop {unit_name}",
+    )
+
+
+def _moves_netdevs(config: Path) -> bool:
+    import tomllib  # noqa: PLC0415 (only doctor reads it)
+
+    try:
+        return tomllib.loads(config.read_text(encoding="utf-8"))["access"]["move-netdevs"] is True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # none, not readable for this user, or wrong: the agent says that
+
+
 def _told_of_helper(systemctl: str) -> Finding | None:
     """What the agent says in its status of a helper that it can't reach (access/remote.py)."""
     told = (_state(systemctl, "hetero-agent.service") or {}).get("StatusText", "").split("; ")
@@ -129,12 +176,15 @@ def _told_of_helper(systemctl: str) -> Finding | None:
     return None
 
 
-def _state(systemctl: str, unit_name: str) -> dict[str, str] | None:
+def _state(
+    systemctl: str,
+    unit_name: str,
+    properties: Iterable[str] = ("LoadState", "ActiveState", "SubState", "StatusText"),
+) -> dict[str, str] | None:
     """What systemd says of a unit; None if it does not answer."""
-    properties = "LoadState,ActiveState,SubState,StatusText"
     try:
         done = subprocess.run(
-            [systemctl, "show", "-p", properties, unit_name],
+            [systemctl, "show", "-p", ",".join(properties), unit_name],
             capture_output=True,
             text=True,
             timeout=_SYSTEMCTL_SECONDS,

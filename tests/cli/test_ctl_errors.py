@@ -20,6 +20,7 @@ from hetero_agent.cli import hostchecks, listing, main
 from hetero_agent.core.effects import ErrorKind
 from tests.support.bus import PrivateBus
 from tests.support.ctl import Ctl
+from tests.support.process import ROOT
 from tests.support.standin import (
     MANAGER_PROPERTIES,
     Problem,
@@ -477,6 +478,63 @@ def test_a_helper_that_the_agent_cannot_reach(tmp_path: Path) -> None:
     assert (finding.level, finding.next) == ("wrong", "systemctl enable --now hetero-agent-access.socket")
     assert finding.text.startswith("no access helper")
     assert finding.text.endswith("no CDI files")
+
+
+_RIGHTS = (
+    "CapabilityBoundingSet=cap_net_admin cap_sys_admin cap_sys_ptrace\\nPrivateNetwork=no\\nPrivateMounts=no"
+)
+_PLAIN = "CapabilityBoundingSet=cap_fowner\\nPrivateNetwork=yes\\nPrivateMounts=yes"
+
+
+@pytest.mark.parametrize(
+    ("config", "answer", "level", "text"),
+    [
+        (
+            "move-netdevs = true",
+            f"LoadState=loaded\\n{_RIGHTS}",
+            "ok",
+            "has what moving network interfaces needs",
+        ),
+        (
+            "move-netdevs = true",
+            f"LoadState=loaded\\n{_PLAIN}",
+            "wrong",
+            "lacks CapabilityBoundingSet=CAP_NET_ADMIN CAP_SYS_ADMIN CAP_SYS_PTRACE, PrivateNetwork=no,"
+            " PrivateMounts=no: leases with netdev=move are refused",
+        ),
+        (
+            "move-netdevs = true",
+            f"LoadState=loaded\\n{_RIGHTS.replace('=no', '=yes', 1)}",
+            "wrong",
+            "lacks PrivateNetwork=no: leases",
+        ),
+        ("move-netdevs = true", "LoadState=not-found", "", ""),
+        ("move-netdevs = false", f"LoadState=loaded\\n{_PLAIN}", "", ""),
+        ("move-netdevs = 1", f"LoadState=loaded\\n{_PLAIN}", "", ""),
+        ("]", f"LoadState=loaded\\n{_PLAIN}", "", ""),
+    ],
+)
+def test_the_rights_to_move_network_interfaces(
+    tmp_path: Path, config: str, answer: str, level: str, text: str
+) -> None:
+    systemctl, file = tmp_path / "systemctl", tmp_path / "conf"
+    systemctl.write_text(f"#!/bin/sh\nprintf '{answer}\\n'\n")
+    systemctl.chmod(0o755)
+    file.write_text(f"[access]\n{config}\n")
+    finding = hostchecks.network(str(systemctl), tmp_path, file)
+    assert (finding.level if finding else "") == level
+    assert text in (finding.text if finding else "")
+    # the remedy is what the documentation says
+    assert ("/access-network.conf" in (finding.next if finding else "")) is (level == "wrong")
+    assert hostchecks.network(str(systemctl), tmp_path / "none", file) is None
+    assert hostchecks.network(str(systemctl), tmp_path, tmp_path / "none") is None
+
+
+def test_the_example_gives_what_doctor_asks_for() -> None:
+    lines = (ROOT / "examples/access-network.conf").read_text().splitlines()
+    given = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    for key, wanted in hostchecks._MOVING.items():
+        assert set(wanted) <= set(given[key].split()), key
 
 
 def test_clock() -> None:

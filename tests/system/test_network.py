@@ -72,6 +72,11 @@ def test_without_the_rights_it_says_so(agent: Agent, machine: Machine, card: Acc
         agent.allocate(RESOURCE, confirm=False, netdev="move")
     agent.wait_states({card.id: "idle"})
     assert interfaces(machine) == {"hca0", "wire0"}
+    told = machine.shell("heteroctl doctor || true")
+    assert f"move-netdevs is on, but {HELPER} lacks CapabilityBoundingSet=CAP_NET_ADMIN" in told
+    assert "/access-network.conf" in told
+    give_rights(machine)
+    assert f"{HELPER} has what moving network interfaces needs" in machine.shell("heteroctl doctor || true")
 
 
 def test_an_interface_goes_along_and_comes_back(agent: Agent, machine: Machine, card: Accelerator) -> None:
