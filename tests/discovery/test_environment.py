@@ -22,7 +22,7 @@ from tests.support.umock import bed, in_umockdev
 VENDORS = {
     "nvidia": {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES"},
     "amd": {"ROCR_VISIBLE_DEVICES"},
-    "intel": {"ZE_AFFINITY_MASK", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"},
+    "intel": {"ZE_AFFINITY_MASK", "ZE_ENABLE_PCI_ID_DEVICE_ORDER", "ZE_FLAT_DEVICE_HIERARCHY"},
     "ascend": {"ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES"},
     "habana": {"HABANA_VISIBLE_MODULES"},
     "rdma": {"NCCL_IB_HCA", "UCX_NET_DEVICES"},
@@ -111,6 +111,10 @@ def test_amd_has_exactly_one_since_two_filter_twice() -> None:
 def test_intel_has_a_mask_or_a_selector_never_both() -> None:
     for _, one in manifests("intel"):
         assert len({"ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"} & one["env"].keys()) == 1
+
+
+def test_intel_counts_cards_whatever_tiles_they_have() -> None:
+    assert set(values("intel", "ZE_FLAT_DEVICE_HIERARCHY")) == {"COMPOSITE"}
 
 
 def test_ascend_ascending_and_by_the_numbers_of_the_nodes() -> None:
