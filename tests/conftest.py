@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support import process
 from tests.support.agent import AgentProcess, SimProcess
 from tests.support.bus import PrivateBus
 from tests.support.vendor import Vendor
+
+# how long an example takes says more of the machine than of the code
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("here")
 
 _SKIPS = Path(__file__).with_name("skips.txt")
 _LOG_SHOWN = 20_000

@@ -235,11 +235,12 @@ class Dispatcher:
                 return
             call.answered = True
         name, text = errors.describe(error, member)
-        self._connection.error(message, name, text)
-        self._connection.flush()
+        # who knows that it was refused finds it in the trail
         if isinstance(error, (Refusal, AuthenticationNeeded)):
             request_id = call.request_id if call is not None else ""
             self._refusals.tell(caller.actor(), member.rpartition(".")[2], error, request_id)
+        self._connection.error(message, name, text)
+        self._connection.flush()
         self.done(message.sender)
 
     # -- calls that take time -------------------------------------------------------------------

@@ -296,7 +296,7 @@ def test_calls_under_way_are_answered_when_the_agent_stops(bus: PrivateBus) -> N
         wait_until(lambda: service.do(lambda: bool(service.service._dispatcher._tasks)), what="the call")
         service.close()
         with pytest.raises(CallError) as caught:
-            client.receive(number, 5)
+            client.receive(number)
         assert caught.value.name == "Internal"
         assert "stops" in caught.value.text
 
@@ -313,7 +313,7 @@ def test_no_call_waits_for_ever(bus: PrivateBus, monkeypatch: pytest.MonkeyPatch
         service.engine.call = slow  # type: ignore[method-assign,assignment]
         number = client.send(names.ROOT, names.MANAGER, "Allocate", "ssua{sv}", "r", RESOURCE, 1, {})
         with pytest.raises(CallError) as caught:
-            client.receive(number, 5)
+            client.receive(number)
         assert caught.value.name == "Timeout"
         service.do(release.set)
         wait_until(lambda: service.do(lambda: not service.service._turns._clients), what="all calls done")

@@ -187,7 +187,6 @@ def test_systemd_that_does_not_answer_ends_nothing(
 
 def test_the_main_process_of_a_service(unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
     """0 is no process: whatever keeps systemd from telling, nobody is taken for the service's."""
-    monkeypatch.setattr(units, "_TIMEOUT", 0.1)
     with Service(unit_bus) as service:
         main_pid = service.service.owners.units.main_pid
         assert service.run(main_pid(UNIT)) == 0  # no systemd
@@ -197,6 +196,7 @@ def test_the_main_process_of_a_service(unit_bus: PrivateBus, monkeypatch: pytest
             assert service.run(main_pid(UNIT)) == 4242
             assert service.run(main_pid("no.service")) == 0
             systemd.mute = True
+            monkeypatch.setattr(units, "_TIMEOUT", 0.1)
             assert service.run(main_pid(UNIT)) == 0
 
 

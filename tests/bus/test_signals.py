@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -86,18 +88,20 @@ def test_busctl_monitor_sees_a_hotplug(bus: PrivateBus) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as monitor:
             assert monitor.stdout is not None
             seen: list[str] = []
-            number = 0
+            # a thread, since a line comes only with a message, and those before its beginning it does not see
+            reader = threading.Thread(target=seen.extend, args=(monitor.stdout,))
+            reader.start()
+            numbers = itertools.count(1)
 
             def look() -> bool:
-                # busctl says that it monitors before it does
-                nonlocal number
-                number += 1
-                service.do(lambda: service.observe(record(number)))
-                seen.append(monitor.stdout.readline() if monitor.stdout else "")
-                return any("Member=InterfacesAdded" in line for line in seen)
+                service.do(lambda: service.observe(record(next(numbers))))
+                return any("Member=InterfacesAdded" in line for line in list(seen))
 
-            wait_until(look, what="InterfacesAdded in busctl monitor")
-            monitor.terminate()
+            try:
+                wait_until(look, what="InterfacesAdded in busctl monitor")
+            finally:
+                monitor.terminate()
+                reader.join()
 
 
 def test_added_and_removed_come_from_the_root(bus: PrivateBus) -> None:
