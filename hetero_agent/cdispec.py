@@ -27,7 +27,7 @@ _NODE_MODE: Final = 0o666
 #: ROCm/container-toolkit, docs/container-runtime/docker-compose.rst; MindCluster, "Ascend Docker
 #: Runtime"; HabanaAI/habana-container-runtime, cmd/habana-container-runtime-hook/container_config.go;
 #: NVIDIA Container Toolkit, "Environment variables".
-_NOTHING: Final = {
+NOTHING: Final = {
     "AMD_VISIBLE_DEVICES": "none",
     "ASCEND_VISIBLE_DEVICES": "void",
     "HABANA_VISIBLE_DEVICES": "void",
@@ -100,7 +100,7 @@ def spec(lease: str, manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
 def _variables(manifest: Mapping[str, Any]) -> dict[str, str]:
     """What a program in a container goes by: only the lease's devices can be seen there."""
     return {
-        **_NOTHING,
+        **NOTHING,
         "HETERO_RESOURCE": manifest["resource"],
         **manifest["env"],
         **manifest["env-filtered"],

@@ -42,13 +42,17 @@ def cdi(manifest: Manifest, address: str) -> dict[str, Any]:
 
 def podman(manifest: Manifest) -> list[str]:
     """Return the arguments of ``podman run`` before the image."""
+    from hetero_agent.cdispec import NOTHING  # noqa: PLC0415
+
+    # a vendor's hook gives what the image asks for, also one of another vendor than the lease's
+    variables = {**NOTHING, **manifest.variables(filtered=True)}
     nodes = {path: kind for _, path, _, kind, _, _ in manifest.nodes}
     found = [f"--device={path}:{path}:rw" for path, kind in nodes.items() if kind in _DEVICES]
     found += [_bind(path, path, "rw") for path, kind in nodes.items() if kind not in _DEVICES]
     found += [_bind(*mount) for mount in manifest.mounts]
     found += [f"--group-add={group}" for group in manifest.groups]
     found += [f"--ulimit={name}={_limit(value, '-1')}" for name, value in sorted(manifest.limits.items())]
-    found += [f"--env={name}={value}" for name, value in sorted(manifest.variables(filtered=True).items())]
+    found += [f"--env={name}={value}" for name, value in sorted(variables.items())]
     return [printable(one, 8192) for one in found]
 
 

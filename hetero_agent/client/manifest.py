@@ -19,6 +19,7 @@ DEVICE_VARIABLES: Final = frozenset(
         "AMD_VISIBLE_DEVICES",
         "ASCEND_RT_VISIBLE_DEVICES",
         "ASCEND_VISIBLE_DEVICES",
+        "ASCEND_VNPU_SPECS",
         "CUDA_DEVICE_ORDER",
         "CUDA_VISIBLE_DEVICES",
         "FURIOSA_DEVICES",
@@ -44,9 +45,7 @@ DEVICE_VARIABLES: Final = frozenset(
 #: A resource limit that is none.
 UNLIMITED: Final = 2**64 - 1
 
-_FAMILIES = re.compile(
-    r"ASCEND_(.*_)?VISIBLE_DEVICES|ASCEND_VNPU_SPECS|HABANA_VISIBLE_.+|HETERO_(LEASE|DEVICE|RESOURCE).*"
-)
+_FAMILIES = re.compile(r"ASCEND_(.*_)?VISIBLE_DEVICES|HABANA_VISIBLE_.+|HETERO_(LEASE|DEVICE|RESOURCE).*")
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 #: Of the agent's own, which no profile and no provider may set.

@@ -70,11 +70,18 @@ def in_shell(lines: list[str], tmp_path: Path, **inherited: str) -> dict[str, st
 @pytest.mark.parametrize("manifest", [awkward(), golden("amd"), golden("rdma")], ids=["awkward", "amd", "rdma"])
 def test_env_is_read_by_sh(manifest: Manifest, tmp_path: Path) -> None:
     wanted = manifest.variables()
-    got = in_shell(forms.shell(manifest), tmp_path, HIP_VISIBLE_DEVICES="3", HETERO_DEVICES="x", OTHER="kept")
+    inherited = {
+        "HIP_VISIBLE_DEVICES": "3",
+        "ASCEND_VNPU_SPECS": "vir04",
+        "HETERO_DEVICES": "x",
+        "OTHER": "kept",
+    }
+    got = in_shell(forms.shell(manifest), tmp_path, **inherited)
     assert {key: value for key, value in got.items() if key in wanted} == wanted
     assert got["OTHER"] == "kept"
     # ROCm would filter twice
     assert "HIP_VISIBLE_DEVICES" not in got
+    assert "ASCEND_VNPU_SPECS" not in got
 
 
 def test_env_is_read_by_systemd(tmp_path: Path) -> None:
@@ -168,6 +175,21 @@ def test_podmans_arguments() -> None:
     # a node that two devices share is given once
     both = [one for one in forms.podman(golden("nvidia")) if one.startswith("--device=/dev/nvidiactl:")]
     assert len(both) == 1
+
+
+@pytest.mark.parametrize("name", ["amd", "nvidia", "ascend", "rdma"])
+def test_a_container_by_podmans_arguments_gets_no_more_by_its_images_variables(name: str) -> None:
+    """Vendors' hooks read these, whichever vendor's the lease is; as in the CDI specification."""
+    lease = golden(name)
+    given = {one.removeprefix("--env=") for one in forms.podman(lease) if one.startswith("--env=")}
+    [device] = forms.cdi(lease, "unix:path=/x")["devices"]
+    assert given == set(device["containerEdits"]["env"])
+    asked = {one.partition("=")[0]: one.partition("=")[2] for one in given}
+    own = {"ascend": {"ASCEND_VISIBLE_DEVICES": "5,10"}}.get(name, {})
+    nothing = dict.fromkeys(
+        ("ASCEND_VISIBLE_DEVICES", "HABANA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"), "void"
+    )
+    assert asked.items() >= {**nothing, "AMD_VISIBLE_DEVICES": "none", **own}.items()
 
 
 def test_inside_a_container_the_numbers_start_at_0() -> None:
