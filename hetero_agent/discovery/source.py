@@ -20,7 +20,7 @@ from hetero_agent.core import address
 from hetero_agent.core.events import Event, Observed
 from hetero_agent.core.model import DeviceRecord, Instant, Obstacle
 from hetero_agent.core.symptoms import Symptoms
-from hetero_agent.discovery import correlate, monitor, profiles, sysfs
+from hetero_agent.discovery import correlate, monitor, profiles, sysfs, vendors
 from hetero_agent.discovery.facts import DeviceFacts
 from hetero_agent.discovery.links import LinkNews
 from hetero_agent.discovery.readers import NoReaderError, Readers, ReadTimeoutError
@@ -77,6 +77,7 @@ class KernelSource:
         self._unread: set[str] = set()
         self._failed: set[str] = set()
         self._lack = ""
+        self._kfd_generation = ""
         self._flush_timer: asyncio.TimerHandle | None = None
         self._resync_reason = ""
         self._resync_task: asyncio.Task[None] | None = None
@@ -407,12 +408,13 @@ class KernelSource:
         self._publish(reason, complete)
 
     async def _beat(self) -> None:
-        """Prove that the monitor can be read, look for late nodes, and resync now and then."""
+        """Prove that the monitor can be read, look for what comes without a uevent, and resync now and
+        then."""
         resynced = time.monotonic()
         while True:
             await asyncio.sleep(HEARTBEAT)
             self._check_monitor()
-            self._dirty.update(self._with_late_nodes(), self._unread)
+            self._dirty.update(self._with_late_nodes(), self._with_other_topology(), self._unread)
             self._schedule()
             if time.monotonic() >= resynced + self._table.resync_interval:
                 resynced = time.monotonic()
@@ -431,6 +433,16 @@ class KernelSource:
             log.warning("can't listen to the other uevent source: %s", printable(error))
             return
         self.resync("source-changed")
+
+    def _with_other_topology(self) -> Iterable[str]:
+        """Return the cards in the KFD topology if that has changed: another compute partition mode
+        comes without a uevent, since the render nodes of all partitions are there all the time
+        (kernel: drivers/gpu/drm/amd/amdgpu/amdgpu_xcp.c, amdgpu_xcp_dev_register)."""
+        cards = self._with_kfd()
+        if not cards:
+            return ()
+        before, self._kfd_generation = self._kfd_generation, vendors.kfd_generation()
+        return cards if self._kfd_generation != before else ()
 
     def _with_late_nodes(self) -> Iterable[str]:
         """Return the devices that wait for a node which has come without a uevent (nvidia-modprobe

@@ -14,7 +14,8 @@ from hetero_agent.core import address
 from hetero_agent.discovery import reader
 from hetero_agent.discovery.facts import KfdNode, MigInstance
 
-KFD_NODES: Final = "/sys/class/kfd/kfd/topology/nodes"
+KFD_TOPOLOGY: Final = "/sys/class/kfd/kfd/topology"
+KFD_NODES: Final = f"{KFD_TOPOLOGY}/nodes"
 NVIDIA: Final = "/proc/driver/nvidia"
 
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+){1,3}")
@@ -105,6 +106,13 @@ def kfd(pci: str) -> tuple[KfdNode, ...]:
             )
         index += 1
     return tuple(found)
+
+
+def kfd_generation() -> str:
+    """Return a number that is another one whenever the KFD topology is, "" if there is none (kernel:
+    drivers/gpu/drm/amd/amdkfd/kfd_topology.c, sysprops_show).  Neither a lock nor a device is in the
+    way of reading it, so this can't hang."""
+    return reader.text(f"{KFD_TOPOLOGY}/generation_id") or ""
 
 
 def _number(value: str | None) -> int:

@@ -214,6 +214,39 @@ def test_partitions_that_appear_while_running() -> None:
 
 
 @in_umockdev()
+def test_another_partition_mode_comes_without_a_uevent() -> None:
+    """amdgpu has the render nodes of all partitions from the start; only the topology tells the mode."""
+
+    async def body(mock: Bed) -> None:
+        card = amd_card(mock, CARD, 0, current_compute_partition="SPX\n")
+        for part in (1, 2):
+            platform = mock.child(None, "platform", f"amdgpu_xcp_{part}")
+            mock.child(platform, "drm", f"renderD{128 + part}", f"dri/renderD{128 + part}", f"226:{128 + part}")
+        kfd_node(mock, 1, 4001, 3 << 8, 128)
+        generation = "/sys/class/kfd/kfd/topology/generation_id"
+        mock.file(generation, "2\n")
+        async with watching() as seen:
+            assert list(seen.records) == [CARD]
+            for part in (1, 2):
+                kfd_node(mock, 1 + part, 4001 + part, part << 28 | 3 << 8, 128 + part)
+            mock.file(f"{card}/current_compute_partition", "CPX\n")
+            mock.file(generation, "5\n")
+            await seen.until(lambda records: f"{CARD}-p2" in records, "the partitions")
+            assert seen.records[CARD].obstacle is Obstacle.NO_NODE
+            assert seen.records[f"{CARD}-p2"].resource == "amd.com/gpu.cpx"
+            for part in (1, 2):
+                kfd_node(mock, 1 + part, 0, 0, 0)
+            mock.file(f"{card}/current_compute_partition", "SPX\n")
+            mock.file(generation, "7\n")
+            await seen.until(lambda records: list(records) == [CARD], "the card whole again")
+            assert seen.records[CARD].obstacle is Obstacle.NONE
+            assert seen.records[CARD].attributes["compute-partition"] == "SPX"
+
+    with bed() as mock:
+        asyncio.run(body(mock))
+
+
+@in_umockdev()
 def test_what_a_sleeping_device_told_before_is_kept() -> None:
     async def body(mock: Bed) -> None:
         path = amd_card(
