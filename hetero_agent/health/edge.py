@@ -219,8 +219,11 @@ class HealthEdge:
             if self._roster.get(patient.id) is not patient:
                 continue
             finding = answer if isinstance(answer, Finding) else self._finding(patient, answer, at.boot)
-            if finding.grade is Grade.FAILED and patient.spec["path"]:
+            # what is otherwise than before may be in what discovery shows of it, too
+            news = patient.found is not None and finding.reason != patient.found
+            if (finding.grade is Grade.FAILED or news) and patient.spec["path"]:
                 self._look(patient.spec["path"])
+            patient.found = finding.reason
             self._stand(patient, verdict.probed(patient.standing, finding, at.boot, self._rounds.rules))
             changed.append(patient)
         self._say(changed, probed=True)

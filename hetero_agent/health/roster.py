@@ -18,11 +18,12 @@ from hetero_agent.health.counters import Sample
 class Patient:
     """One device.
 
-    SPEC is what its probe is asked with.  SAID is what was submitted last, by origin.  DUE is the
-    loop time of its next probe.  BUSY: it waits for a probe, or is being probed.  BLOCKED: the
-    worker that looked at it last has not come back, and nobody else may look.  ALONE: it was slow
-    or blocked, so no other device shares a worker with it; PROMPT counts its quick answers since.
-    PAUSE is how long it is left alone while it blocks, in seconds.
+    SPEC is what its probe is asked with.  SAID is what was submitted last, by origin.  FOUND is the
+    reason of its last finding, None before the first.  DUE is the loop time of its next probe.
+    BUSY: it waits for a probe, or is being probed.  BLOCKED: the worker that looked at it last has
+    not come back, and nobody else may look.  ALONE: it was slow or blocked, so no other device
+    shares a worker with it; PROMPT counts its quick answers since.  PAUSE is how long it is left
+    alone while it blocks, in seconds.
     """
 
     record: DeviceRecord
@@ -31,6 +32,7 @@ class Patient:
     standing: Standing = field(default_factory=Standing)
     said: dict[Origin, Opinion] = field(default_factory=dict)
     sample: Sample | None = None
+    found: str | None = None
     due: float = 0.0
     busy: bool = False
     blocked: bool = False

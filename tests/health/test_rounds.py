@@ -74,6 +74,30 @@ def test_a_failure_is_a_doubt_first_then_a_fault_then_over(tmp_path: Path) -> No
     with_rig(test, tmp_path, table=table)
 
 
+def test_what_a_probe_finds_otherwise_than_before_is_read_again(tmp_path: Path) -> None:
+    """The kernel tells nobody of an InfiniBand port: what a probe finds has to reach its attributes."""
+    path = device_directory(tmp_path, infiniband__mlx5_0__ports__1__state="4: ACTIVE")
+    state = path / "infiniband/mlx5_0/ports/1/state"
+
+    async def test(rig: Rig) -> None:
+        watch(rig, path)
+        await rig.until(path.name, H.HEALTHY)
+        await wait_until_async(lambda: rig.edge.stats()["rounds"] >= 3, what="more rounds")
+        assert rig.looks == []
+        state.write_text("1: DOWN\n")
+        await rig.until(path.name, H.SUSPECT)
+        assert rig.looks == [str(path)]
+        before = rig.edge.stats()["rounds"]
+        await wait_until_async(lambda: rig.edge.stats()["rounds"] >= before + 3, what="more rounds")
+        assert rig.looks == [str(path)]
+        state.write_text("4: ACTIVE\n")
+        await wait_until_async(lambda: len(rig.looks) == 2, what="another look")
+        await rig.until(path.name, H.HEALTHY)
+        assert len(rig.looks) == 2
+
+    with_rig(test, tmp_path, symptoms={"test": Symptoms(probes=("rdma-port",))})
+
+
 def test_a_blip_is_over_with_the_first_good_probe(tmp_path: Path) -> None:
     path = device_directory(tmp_path, config="de10")
     table = replace(FAST, interval=2.0, confirm=0.5)
