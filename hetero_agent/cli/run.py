@@ -118,7 +118,7 @@ class _Run:
 
                 for short in limits.give(self._command.pid, manifest.limits):
                     say(short)
-            self._command.start(manifest.environment(os.environ))
+            self._command.start(manifest.environment(os.environ, inside=self._inside))
             vigil = Vigil(client, manifest, self._status, ours=not self._inside)
             async with vigil:
                 await over

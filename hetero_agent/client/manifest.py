@@ -110,10 +110,12 @@ class Manifest:
             **(self.env_filtered if filtered else {}),
         }
 
-    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return BASE without inherited choices of devices, with the lease's own."""
+    def environment(self, base: Mapping[str, str], *, inside: bool = False) -> dict[str, str]:
+        """Return BASE without inherited choices of devices, with the lease's own.  INSIDE: BASE is of a
+        process of the lease, and who made that process knew which devices can be seen where it runs."""
         kept = {key: value for key, value in base.items() if not chooses_devices(key)}
-        return {**kept, **self.variables()}
+        known = {key: base[key] for key in self.env_filtered if key in base} if inside else {}
+        return {**kept, **self.variables(), **known}
 
 
 def _checked(variables: Mapping[str, str]) -> dict[str, str]:

@@ -126,3 +126,41 @@ def test_a_node_that_changed_without_a_uevent_fails_one_grant_and_no_more() -> N
     finally:
         agent.close()
         bus.close()
+
+
+NUMBERED = """
+schema = 1
+resource = "example.org/numbered"
+[[match]]
+classes = ["1200"]
+[[nodes]]
+subsystem = "accel"
+pattern = "accel*"
+role = "own"
+[env.NUMBERED_VISIBLE]
+value = "{index}"
+renumbered = true
+"""
+
+
+@in_own_mounts
+def test_a_run_inside_a_lease_keeps_the_numbers_of_the_place_where_it_is() -> None:
+    """In a unit or a container the driver counts from 0, whatever number the device has on the host."""
+    machine = FakeSys()
+    for address in ("0000:3b:00.0", "0000:af:00.0"):
+        machine.npu(address)
+    bus = PrivateBus()
+    agent = AgentProcess(bus, profiles={"numbered.toml": NUMBERED}, sources="kernel")
+    try:
+        agent.start()
+        with Client(bus) as root:
+            root.wait_for_device("0000:af:00.0", State="idle", Health="healthy")
+        ctl = Ctl(bus.address)
+        inner = f"{' '.join(ctl.command)} run -r example.org/numbered -- sh -c 'echo $NUMBERED_VISIBLE'"
+        # a unit's or a container's manager has put the other number in
+        script = f"echo $NUMBERED_VISIBLE; {inner}; NUMBERED_VISIBLE=0 {inner}; unset NUMBERED_VISIBLE; {inner}"
+        run = ctl("run", "-r", "example.org/numbered", "-d", "0000:af:00.0", "--", "sh", "-c", script)
+        assert run.out.split() == ["1", "1", "0", "1"]
+    finally:
+        agent.close()
+        bus.close()
