@@ -471,13 +471,16 @@ class Presence:
             for token in wait.tokens:
                 world.effect(Refuse(token, ErrorKind.STORE_FAILED, text))
             return
-        for one in wait.old:
+        device = world.devices.get(call.device)
+        # since the call another may have been stored, or one of the place may have followed the serial
+        under = world.cordons_of(device.record) if device is not None else []
+        later = {one.place for one in self._cordons.values() if one.cordon is not None}
+        for one in dict.fromkeys((*wait.old, *under)):
             world.put_cordon(one, None)
-            if one != wait.place:
+            if one not in (wait.place, *later):
                 world.effect(StoreCordon(-1, one, None))
         if wait.cordon is not None:
             world.put_cordon(wait.place, wait.cordon)
-        device = world.devices.get(call.device)
         word = "uncordoned" if wait.cordon is None else f"cordoned: {printable(call.reason or '')}"
         world.audit(
             AuditKind.CORDON,

@@ -420,6 +420,28 @@ def test_a_cordon_that_cannot_be_stored_changes_nothing() -> None:
     host.grant()
 
 
+def test_a_cordon_that_is_lifted_while_it_is_being_stored_is_lifted() -> None:
+    """Two administrators: both are answered, in the order in which the disk has them."""
+    host = host_with(card("d", 1))
+    cordon, uncordon = host.cordon("d", error=None), host.cordon("d", None, error=None)
+    host.do_pending_cordon(cordon)
+    assert host.state("d") == "offline"
+    host.do_pending_cordon(uncordon)
+    assert (host.body(cordon), host.body(uncordon)) == ("{}", "{}")
+    assert host.state("d") == "idle"
+    assert host.governor.world.cordons == {}
+
+
+def test_a_cordon_that_follows_the_serial_while_it_is_being_lifted_is_lifted() -> None:
+    host = host_with(card("d", 1))
+    host.cordon("d")
+    token = host.cordon("d", None, error=None)
+    host.observe(card("d", 1, serial="A"))
+    host.do_pending_cordon(token)
+    assert host.state("d") == "idle"
+    assert StoreCordon(-1, "serial:A", None) in host.outcome.effects
+
+
 def test_unplug_and_replug_does_not_launder_a_cordon() -> None:
     host = host_with(card("d", 1))
     host.cordon("d")
