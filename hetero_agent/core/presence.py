@@ -216,9 +216,10 @@ class Presence:
         elif (
             _other_nodes(device.record, old)
             and old.source
-            and device.state is State.ALLOCATING
             and lease is not None
+            and (device.state is State.ALLOCATING or not lease.granted)
         ):
+            # the nodes that its manifest has, or is about to have, may be another device's by now
             self.grants.end(
                 lease, Trigger.EFFECT_FAILED, at, cause=device.id, reason=f"nodes of {device.id} changed"
             )

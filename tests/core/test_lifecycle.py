@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from hetero_agent.core import lifecycle
-from hetero_agent.core.effects import ConflictSeen, HealthChanged, LeaseChanged, RevokeAccess, Terminate
+from hetero_agent.core.effects import (
+    ConflictSeen,
+    ErrorKind,
+    HealthChanged,
+    LeaseChanged,
+    RevokeAccess,
+    Terminate,
+)
 from hetero_agent.core.events import OwnerGone, ProviderGone
 from hetero_agent.core.lifecycle import IGNORED, SETTLE, TABLE, Facts, To, Trigger, row, settle
 from hetero_agent.core.model import (
@@ -401,6 +408,18 @@ def test_effects_that_fail_reclaim(confirm: bool) -> None:
     host.failed(LEASE)
     assert host.state("d") == "reclaiming"
     assert host.governor.leases[LEASE].result is Result.FAILED
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_nodes_that_change_while_a_grant_is_made_reclaim(confirm: bool) -> None:
+    """Its manifest would name nodes that may be another device's by now."""
+    host = idle()
+    token = host.ask(confirm=confirm)
+    lease = host.preparing().id
+    host.observe(card("d", 9))
+    assert host.state("d") == "reclaiming"
+    host.prepared(lease)
+    assert host.error(token) is ErrorKind.UNAVAILABLE
 
 
 def test_in_use_unhealthy_with_kill() -> None:
