@@ -77,7 +77,7 @@ def uid(text: str) -> int:
 async def allocate(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Lease devices and print what is needed to use them."""
     from hetero_agent.cli import complaints  # noqa: PLC0415
-    from hetero_agent.client import HeteroError  # noqa: PLC0415
+    from hetero_agent.client import HeteroError, numbering  # noqa: PLC0415
 
     request = request_of(args)
     try:
@@ -94,7 +94,7 @@ async def allocate(client: Client, args: argparse.Namespace, out: Printer) -> in
         )
     except HeteroError as error:
         raise await complaints.about_request(client, error, args.resource, args.count, request) from error
-    manifest = grant.manifest
+    manifest = await numbering.here(client, grant.manifest)
     if out.as_json:
         out.document(
             {
@@ -138,6 +138,7 @@ async def confirm(client: Client, args: argparse.Namespace, out: Printer) -> int
 async def manifest(client: Client, args: argparse.Namespace, out: Printer) -> int:
     """Print the manifest of a lease."""
     from hetero_agent.cli import forms  # noqa: PLC0415
+    from hetero_agent.client import numbering  # noqa: PLC0415
 
     found = await client.manifest(args.lease)
     if args.format == "json" or (out.as_json and args.format == "env"):
@@ -146,6 +147,8 @@ async def manifest(client: Client, args: argparse.Namespace, out: Printer) -> in
     if args.format == "cdi":
         out.document(forms.cdi(found, client.address))
         return exitcodes.OK
+    if args.format == "env":
+        found = await numbering.here(client, found)
     make = {"env": forms.shell, "podman": forms.podman, "systemd": forms.systemd}[args.format]
     lines = make(found)
     if out.as_json:

@@ -113,6 +113,10 @@ class _Run:
             over.cancel()
             raise
         async with client:
+            if manifest.env_filtered:
+                from hetero_agent.client import numbering  # noqa: PLC0415
+
+                manifest = await numbering.here(client, manifest)
             if manifest.limits:
                 from hetero_agent.cli import limits  # noqa: PLC0415
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from hetero_agent import names
-from tests.support.agent import CONFIG, AgentProcess
+from tests.support.agent import CONFIG, GROUP_GID, MEMBER, AgentProcess
 from tests.support.bus import PrivateBus
 from tests.support.calls import CallError, Client, V
 from tests.support.console import CONSOLE, DEVICE_ID, PROFILE, RESOURCE
 from tests.support.ctl import Ctl
 from tests.support.fakesys import FakeSys, in_own_mounts
+from tests.support.process import PYTHON
 from tests.support.wait import wait_until
 
 
@@ -161,6 +162,44 @@ def test_a_run_inside_a_lease_keeps_the_numbers_of_the_place_where_it_is() -> No
         script = f"echo $NUMBERED_VISIBLE; {inner}; NUMBERED_VISIBLE=0 {inner}; unset NUMBERED_VISIBLE; {inner}"
         run = ctl("run", "-r", "example.org/numbered", "-d", "0000:af:00.0", "--", "sh", "-c", script)
         assert run.out.split() == ["1", "1", "0", "1"]
+    finally:
+        agent.close()
+        bus.close()
+
+
+@in_own_mounts
+def test_level_zero_counts_the_cards_that_its_user_can_open() -> None:
+    """A lease's user is in no group of the nodes and has an entry on those of the leased card alone."""
+    machine = FakeSys()
+    cards = ["0000:00:02.0", "0000:03:00.0", "0000:a3:00.0"]
+    for address in cards:
+        machine.gpu(address, "8086:56c0", "i915")
+    bus = PrivateBus()
+    agent = AgentProcess(bus, sources="kernel")
+    try:
+        agent.start()
+        with Client(bus) as root:
+            root.wait_for_device(cards[-1], State="idle", Health="healthy")
+        video = Path("/dev/dri/renderD128").stat().st_gid
+        member, grouped = Ctl(bus.address, MEMBER, [GROUP_GID]), Ctl(bus.address, MEMBER, [GROUP_GID, video])
+        show = ("sh", "-c", "echo $ZE_AFFINITY_MASK $ZE_ENABLE_PCI_ID_DEVICE_ORDER")
+
+        def mask(ctl: Ctl, lease: str) -> str:
+            return next(line for line in ctl("manifest", lease).out.splitlines() if "ZE_AFF" in line[:6])
+
+        last = member.json("allocate", "-r", "intel.com/gpu", "-d", cards[2], "--confirm")
+        assert last["environment"]["ZE_AFFINITY_MASK"] == "0"
+        # the agent doesn't know what its user can open
+        assert last["manifest"]["env"]["ZE_AFFINITY_MASK"] == "2"
+        assert mask(member, last["lease"]) == "ZE_AFFINITY_MASK=0"
+        for everything in (Ctl(bus.address), grouped):
+            assert mask(everything, last["lease"]) == "ZE_AFFINITY_MASK=2"
+        # and a second lease's card
+        assert member("run", "-r", "intel.com/gpu", "--", *show).out.split() == ["0", "1"]
+        assert grouped("run", "-r", "intel.com/gpu", "--", *show).out.split() == ["1", "1"]
+        inner = f"{PYTHON} -m hetero_agent.cli.main manifest {last['lease']} | grep ^ZE_AFF"
+        run = member("run", "-r", "intel.com/gpu", "--", "sh", "-c", inner)
+        assert run.out.split() == ["ZE_AFFINITY_MASK=1"]
     finally:
         agent.close()
         bus.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.kmsg import PrivateKmsg
@@ -43,12 +44,27 @@ class FakeSys:
     def npu(self, address: str, driver: str = "npu", **files: str) -> Path:
         """Add a processing accelerator at ADDRESS with an accel node; returns its directory in /sys.
         ``__`` in the name of a file is a slash."""
-        number, self._count = self._count, self._count + 1
+        number = self._count
+        path = self._pci(
+            address, driver, {"vendor": "0x1e52", "device": "0x401e", "class": "0x120000", **files}
+        )
+        (path / "config").write_bytes(bytes.fromhex("521e1e40"))
+        self._node(path, "accel", f"accel{number}", f"accel/accel{number}")
+        return path
+
+    def gpu(self, address: str, ids: str, driver: str) -> Path:
+        """Add a card with a render node; IDS is ``vendor:device``."""
+        vendor, _, device = ids.partition(":")
+        minor = 128 + self._count
+        files = {"vendor": f"0x{vendor}", "device": f"0x{device}", "class": "0x038000"}
+        path = self._pci(address, driver, files)
+        (path / "config").write_bytes(bytes.fromhex(vendor)[::-1] + bytes.fromhex(device)[::-1])
+        self._node(path, "drm", f"renderD{minor}", f"dri/renderD{minor}")
+        return path
+
+    def _pci(self, address: str, driver: str, files: Mapping[str, str]) -> Path:
         path = Path(f"/sys/devices/pci0000:00/{address}")
         given = {
-            "vendor": "0x1e52",
-            "device": "0x401e",
-            "class": "0x120000",
             "uevent": f"PCI_SLOT_NAME={address}",
             "power_state": "D0",
             "power__runtime_status": "active",
@@ -60,23 +76,28 @@ class FakeSys:
             file = path / name.replace("__", "/")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text + "\n")
-        (path / "config").write_bytes(bytes.fromhex("521e1e40"))
         (path / "subsystem").symlink_to("/sys/bus/pci")
         self.bind(path, driver)
         Path(f"/sys/bus/pci/devices/{address}").symlink_to(path)
-        minor = _FIRST_CONSOLE + number
-        child = path / "accel" / f"accel{number}"
+        return path
+
+    def _node(self, path: Path, subsystem: str, name: str, below: str) -> None:
+        """Add a class device with its node, BELOW /dev, which has the number of a console."""
+        minor, self._count = _FIRST_CONSOLE + self._count, self._count + 1
+        child = path / subsystem / name
         child.mkdir(parents=True)
-        (child / "uevent").write_text(f"MAJOR=4\nMINOR={minor}\nDEVNAME=accel/accel{number}\n")
-        (child / "subsystem").symlink_to("/sys/class/accel")
-        Path(f"/sys/class/accel/accel{number}").symlink_to(child)
+        (child / "uevent").write_text(f"MAJOR=4\nMINOR={minor}\nDEVNAME={below}\n")
+        classes = Path(f"/sys/class/{subsystem}")
+        classes.mkdir(exist_ok=True)
+        (child / "subsystem").symlink_to(classes)
+        (classes / name).symlink_to(child)
         # relative, as the kernel's are
         Path(f"/sys/dev/char/4:{minor}").symlink_to(f"../..{str(child).removeprefix('/sys')}")
-        node = Path(f"/dev/accel/accel{number}")
+        node = Path("/dev") / below
+        node.parent.mkdir(exist_ok=True)
         os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(4, minor))
         node.chmod(0o660)
         os.chown(node, 0, 44)
-        return path
 
     def renumber(self, path: Path, minor: int) -> tuple[str, int]:
         """Give the accel node of the device at PATH, in /sys and in /dev, another MINOR, and tell nobody;
