@@ -45,11 +45,13 @@ def history_key(record: AuditRecord) -> str:
 
 @dataclass(slots=True)
 class _Order:
-    """A cordon to write; ANSWER gets the error text and the cordon before it, in the thread."""
+    """A cordon to write; ANSWER gets the error text, in the thread.  OVER, under the lock: it was
+    answered, or refused for being late."""
 
     device: str
     cordon: Cordon | None
-    answer: Callable[[str, Cordon | None], None]
+    answer: Callable[[str], None]
+    over: bool = False
 
 
 @dataclass(slots=True)
@@ -152,27 +154,24 @@ class SqliteLasting:
         """Write a cordon, or its removal; DONE is called on the loop with the error text, "" once
         it is on the disk."""
         loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle | None = None
 
         def expire() -> None:
-            nonlocal timer
-            timer = None
-            done(f"{self._path}: the disk did not answer within {_CORDON_WAIT:.0f} s")
+            if self._end_order(order):
+                done(f"{self._path}: the disk did not answer within {_CORDON_WAIT:.0f} s")
 
-        def settle(error: str, before: Cordon | None) -> None:
-            if timer is not None:
-                timer.cancel()
-                done(error)
-            elif not error:
-                # It was refused for being late, so it must not stand.
-                self._order(_Order(device, before, lambda *_: None))
+        def settle(error: str) -> None:
+            timer.cancel()
+            done(error)
 
-        def answer(error: str, before: Cordon | None) -> None:
+        def answer(error: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(settle, error, before)
+                loop.call_soon_threadsafe(settle, error)
 
+        order = _Order(device, cordon, answer)
         timer = loop.call_later(_CORDON_WAIT, expire)
-        self._order(_Order(device, cordon, answer))
+        with self._lock:
+            self._orders.append(order)
+            self._lock.notify()
 
     def note(self, changes: Changes) -> None:
         """Take counts and history of CHANGES along; written soon, lost without harm."""
@@ -195,10 +194,11 @@ class SqliteLasting:
         if self._thread.is_alive():
             self._thread.join(_CLOSE_WAIT)
 
-    def _order(self, order: _Order) -> None:
+    def _end_order(self, order: _Order) -> bool:
+        """Whether ORDER was not over; it is now."""
         with self._lock:
-            self._orders.append(order)
-            self._lock.notify()
+            before, order.over = order.over, True
+        return not before
 
     def _reserve(self, generation: int, sequence: int) -> None:
         """Have the next block reserved once half of this one is used."""
@@ -263,14 +263,24 @@ class SqliteLasting:
             self._found = found
 
     def _write_cordon(self, order: _Order) -> None:
+        """Write it, unless it was refused meanwhile for being late: then it must not stand, and those
+        after it must."""
+        if order.over:
+            return
+        before, problem = None, ""
         try:
             before = self._file.put_cordon(order.device, order.cordon)
         except StoreError as error:
-            self._set_problem(str(error))
-            order.answer(str(error), None)
-        else:
-            self._set_problem("")
-            order.answer("", before)
+            problem = str(error)
+        in_time = self._end_order(order)
+        if not in_time and not problem:
+            try:
+                self._file.put_cordon(order.device, before)
+            except StoreError as error:
+                problem = str(error)
+        self._set_problem(problem)
+        if in_time:
+            order.answer(problem)
 
     def _write(self, batch: _Batch) -> bool:
         try:

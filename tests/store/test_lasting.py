@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import sqlite3
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -382,6 +383,42 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
         str(image),
     )
     assert out == "True\n['late', 'first']\n['first'] []\n"
+
+
+def test_a_late_cordon_does_not_undo_a_later_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is refused since the disk hangs; the second, asked for meanwhile, is answered and stands."""
+    monkeypatch.setattr(lasting_module, "_CORDON_WAIT", 0.2)
+    thawed = threading.Event()
+
+    async def ask(lasting: SqliteLasting) -> None:
+        def order(cordon: Cordon | None) -> asyncio.Future[str]:
+            answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            lasting.store_cordon("a", cordon, answer.set_result)
+            return answer
+
+        first = order(samples.cordon("a", "first"))
+        assert "did not answer" in await first
+        queued = order(samples.cordon("a", "queued"))
+        assert "did not answer" in await queued
+        monkeypatch.setattr(lasting_module, "_CORDON_WAIT", 30)
+        second = order(samples.cordon("a", "second"))
+        thawed.set()
+        assert await second == ""
+
+    with opened(path) as (lasting, _):
+        put = lasting._file.put_cordon
+        written = []
+
+        def slow(device: str, cordon: Cordon | None) -> Cordon | None:
+            assert thawed.wait(30)
+            written.append(cordon.reason if cordon else "")
+            return put(device, cordon)
+
+        monkeypatch.setattr(lasting._file, "put_cordon", slow)
+        asyncio.run(ask(lasting))
+    assert written == ["first", "", "second"]
+    with opened(path) as (_, restored):
+        assert [one.reason for one in restored.cordons] == ["second"]
 
 
 def test_a_file_in_use_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
