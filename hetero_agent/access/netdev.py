@@ -171,9 +171,7 @@ class Netdevs:
                 self._bring_back(grant.lease, record)
                 return
             with namespaces.home() as here, namespaces.kept(self._mounts / grant.lease) as target:
-                for one in record.moved:
-                    if one not in left:
-                        _bring_home(one, here, target)
+                _bring_all_home([one for one in record.moved if one not in left], here, target)
             self._write(grant.lease, _Record(record.namespace, left))
 
     def detach(self, *leases: str) -> None:
@@ -242,8 +240,7 @@ class Netdevs:
     def _bring_back(self, lease: str, record: _Record) -> None:
         mount = self._mounts / lease
         with namespaces.home() as here, namespaces.kept(mount) as target:
-            for one in record.moved:
-                _bring_home(one, here, target)
+            _bring_all_home(record.moved, here, target)
         namespaces.let_go(mount)
         (self._records / lease).unlink(missing_ok=True)
 
@@ -313,6 +310,22 @@ def _move(one: Moved, here: int, target: int) -> None:
 
     speak(here, leave)
     speak(target, arrive)
+
+
+def _bring_all_home(moved: Sequence[Moved], here: int, target: int | None) -> None:
+    """Have interfaces on the host, as they were; what is in the way of one is not in the way of the
+    others.  Raises AccessError or OSError, after all were tried."""
+    failures: list[OSError] = []
+
+    def bring(one: Moved) -> None:
+        try:
+            _bring_home(one, here, target)
+        except OSError as error:
+            failures.append(error)
+
+    each(*(functools.partial(bring, one) for one in moved))
+    if failures:
+        raise failures[0]
 
 
 def _bring_home(one: Moved, here: int, target: int | None) -> None:

@@ -6,6 +6,7 @@ on hardware is moved in tests/vm.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -460,6 +461,56 @@ def test_a_lease_that_lost_all_has_nothing_elsewhere(tmp_path: Path) -> None:
         assert is_up("hca0")
         assert_nothing_left(tmp_path)
         netdevs.retain(Grant(LEASE, 1000, {"nodes": [], "netdevs": []}))
+
+
+def pairs() -> None:
+    """Two pairs of interfaces on the host, up: ``hca0`` and ``hca1`` are what a lease moves."""
+    for number in (0, 1):
+        ip(f"link add hca{number} type veth peer name wire{number}")
+        ip(f"link set hca{number} up")
+
+
+@in_own_network
+def test_what_is_in_the_way_of_one_is_not_in_the_way_of_the_others(tmp_path: Path) -> None:
+    pairs()
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload:
+        netdevs.move(LEASE, ["hca0", "hca1"], workload.process)
+        ip("link add hca0 type bridge")
+        with pytest.raises(AccessError, match=r"hca0 is back as ha.*: another interface has its name now"):
+            netdevs.detach(LEASE)
+        # the workload's is none of them any more
+        assert links(workload.pid) == {}
+        assert is_up("hca1")
+        ip("link delete hca0")
+        netdevs.detach(LEASE)
+    assert is_up("hca0")
+    assert_nothing_left(tmp_path)
+
+
+@in_own_network
+def test_an_error_at_one_is_told_after_the_others_were_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs()
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload:
+        netdevs.move(LEASE, ["hca0", "hca1"], workload.process)
+        bring = netdev._bring_home
+
+        def fail_once(one: Moved, here: int, target: int | None) -> None:
+            if one.name == "hca0":
+                raise OSError(errno.EBUSY, "busy")
+            bring(one, here, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(netdev, "_bring_home", fail_once)
+            with pytest.raises(AccessError, match="network interfaces: busy"):
+                netdevs.detach(LEASE)
+        assert links(workload.pid).keys() == {"hca0"}
+        netdevs.detach(LEASE)
+    assert {name for name in links() if is_up(name)} >= {"hca0", "hca1"}
+    assert_nothing_left(tmp_path)
 
 
 # -- what the host does meanwhile -------------------------------------------------------------------------
