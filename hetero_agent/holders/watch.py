@@ -219,7 +219,8 @@ class NodeWatch:
             offset += _EVENT.size + length
             if mask & _OVERFLOW:
                 self.overflows += 1
-                for news in (opened, closed, touched):
+                # any node may be another one now, too
+                for news in (opened, closed, touched, replaced):
                     news.update(self._desired)
                 continue
             with self._lock:

@@ -327,6 +327,27 @@ def test_after_an_overflow_every_device_counts_as_opened(tmp_path: Path) -> None
     with_rig(test)
 
 
+def test_a_node_that_is_replaced_during_an_overflow_is_watched_again(tmp_path: Path) -> None:
+    busy, quiet = file_node(tmp_path / "busy"), file_node(tmp_path / "quiet")
+
+    async def test(rig: Rig) -> None:
+        rig.edge.watch_nodes("busy", record("busy", busy))
+        rig.edge.watch_nodes("quiet", record("quiet", quiet))
+        await settled(rig)
+        most = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+        for _ in range(most // 2 + 10):
+            os.close(os.open(busy.path, os.O_RDONLY))
+        Path(quiet.path).unlink()
+        file_node(tmp_path / "quiet")
+        await rig.next(Opened, 2)
+        await settled(rig)
+        rig.events.clear()
+        with holding(quiet.path):
+            assert (await rig.next(Opened)).device == "quiet"
+
+    with_rig(test)
+
+
 def test_a_path_that_blocks_holds_up_neither_loop_nor_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
