@@ -51,6 +51,16 @@ _MOST_KIN = 256
 
 
 @dataclass(frozen=True, slots=True)
+class _Step:
+    """What was done last to end a holder, at boot time AT: ``TERM``, ``KILL``, or ``refused``.  FAILURE
+    is why the signal was not sent: then the step is made again."""
+
+    at: int
+    what: str
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class _ReapWait:
     """A Reap that waits for what became of its signals."""
 
@@ -69,8 +79,8 @@ class Returns:
         #: By (lease, device): its holders of the lease's, and the strangers, of the last scan.
         self._known: dict[tuple[str, str], frozenset[ProcessRef]] = {}
         self._strangers: dict[tuple[str, str], frozenset[ProcessRef]] = {}
-        #: By device: which holders were signalled, when and how.
-        self._signals: dict[str, Mapping[ProcessRef, tuple[int, str]]] = {}
+        #: By device: what was done to end which holders.
+        self._signals: dict[str, Mapping[ProcessRef, _Step]] = {}
         self._reaps: dict[RequestKey, _ReapWait] = {}
 
     # -- owing ---------------------------------------------------------------------------------
@@ -458,28 +468,31 @@ class Returns:
         self, device: Device, lease: str, holder: Holder, refused: str, uid: int | None, at: Instant
     ) -> None:
         """TERM, later KILL, then no more; or say once why not."""
-        since, last = self._signals.get(device.id, {}).get(holder.ref, (0, ""))
+        last = self._signals.get(device.id, {}).get(holder.ref)
         if refused:
-            if last != "refused":
-                self._note_signal(device.id, holder.ref, at, "refused")
+            if last is None or last.what != "refused":
+                self._note_step(device.id, holder.ref, _Step(at.boot, "refused"))
                 self._audit_signal(device, holder, at, f"not ended: {refused}")
             return
-        if last in ("", "refused"):
-            step = "TERM"
-            self._look_again(device.id, at.boot + self.world.settings.kill_after)
-        elif last == "TERM" and since + self.world.settings.kill_after <= at.boot:
-            step = "KILL"
-        else:
+        after = self.world.settings.kill_after
+        if last is None or last.what == "refused":
+            step = _Step(at.boot, "TERM")
+            self._look_again(device.id, at.boot + after)
+        elif last.at + after > at.boot or (last.what == "KILL" and not last.failure):
             return
-        self._note_signal(device.id, holder.ref, at, step)
-        self.world.effect(Terminate(device.id, lease, holder, step, uid))
+        elif last.failure:
+            step = replace(last, at=at.boot)
+        else:
+            step = _Step(at.boot, "KILL")
+        self._note_step(device.id, holder.ref, step)
+        self.world.effect(Terminate(device.id, lease, holder, step.what, uid))
 
-    def _note_signal(self, device_id: str, ref: ProcessRef, at: Instant, step: str) -> None:
+    def _note_step(self, device_id: str, ref: ProcessRef, step: _Step) -> None:
         device = self.world.devices[device_id]
         here = {holder.ref for holder in device.holders}
         before = self._signals.get(device_id, {})
         kept = {one: was for one, was in before.items() if one in here}
-        self.world.assign(self._signals, device_id, {**kept, ref: (at.boot, step)})
+        self.world.assign(self._signals, device_id, {**kept, ref: step})
 
     def _audit_signal(self, device: Device, holder: Holder, at: Instant, what: str) -> None:
         self.world.audit(
@@ -502,7 +515,12 @@ class Returns:
                 Holder(event.holder.pid, event.holder.start),
             )
             done = f"got SIG{event.signal}" if event.sent else f"was not signalled: {event.reason}"
-            self._audit_signal(device, holder, event.at, done)
+            step = self._signals.get(device.id, {}).get(holder.ref)
+            if event.sent or step is None or step.failure != event.reason:
+                self._audit_signal(device, holder, event.at, done)
+            if step is not None and step.what == event.signal:
+                failure = "" if event.sent else event.reason
+                self._note_step(device.id, holder.ref, replace(step, failure=failure))
         for key, wait in sorted(self._reaps.items(), key=lambda one: one[1].tokens):
             if wait.device != event.device or event.holder not in wait.left:
                 continue
@@ -572,7 +590,7 @@ class Returns:
         debt = world.debts[device.id]
         world.put_debt(replace(debt, targets=tuple(dict.fromkeys((*debt.targets, *event.targets)))))
         for target in dict.fromkeys(event.targets):
-            self._note_signal(device.id, target, event.at, "TERM")
+            self._note_step(device.id, target, _Step(event.at.boot, "TERM"))
             world.effect(Terminate(device.id, debt.lease, here[target], "TERM", None))
         self._look_again(device.id, event.at.boot + world.settings.kill_after)
 

@@ -507,6 +507,31 @@ def test_kill_is_term_then_kill_after_ten_seconds_then_no_more() -> None:
     assert terms(host) == [(43, "TERM", 1000)]
 
 
+def test_a_signal_that_could_not_be_sent_is_sent_later() -> None:
+    """The last look at a process can fail for a while: no worker, no descriptor left."""
+    host = host_with()
+    host.release(host.use(on_end=OnEnd.KILL).id)
+    mine = {"d": [holder(42)]}
+    told = []
+    for signal in ("TERM", "KILL"):
+        host.scan(mine)
+        for _ in range(3):
+            assert terms(host) == [(42, signal, 1000)]
+            host.signalled(*host.of(Terminate), sent=False, reason="Too many open files")
+            told += [one.message for one in host.audits(AuditKind.SIGNALLED)]
+            host.ticks(5 * SECOND)
+            host.scan(mine)
+            assert terms(host) == []
+            host.ticks(6 * SECOND)
+            host.scan(mine)
+        host.signalled(*host.of(Terminate))
+        host.ticks(11 * SECOND)
+    assert told == ["d: pid 42 (/bin/p42, uid 1000) was not signalled: Too many open files"] * 2
+    host.ticks(100 * SECOND)
+    host.scan(mine)
+    assert terms(host) == []
+
+
 def test_the_owners_end_may_kill_too() -> None:
     host = host_with()
     lease = host.use(on_end=OnEnd.KILL, binding=Binding(pid=OWNER))
@@ -630,6 +655,10 @@ def test_reap_ends_the_named_ones_and_says_how_many() -> None:
     assert token not in host.answers
     host.signalled(order, sent=False, reason="it has ended")
     assert host.body(token) == '{"ended": 0}'
+    host.ticks(11 * SECOND)
+    host.scan({"d": [holder(42)]})
+    assert terms(host) == [(42, "TERM", None)]
+    host.signalled(*host.of(Terminate))
     host.ticks(11 * SECOND)
     host.scan({"d": [holder(42)]})
     assert terms(host) == [(42, "KILL", None)]
