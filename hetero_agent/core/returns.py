@@ -34,7 +34,7 @@ from hetero_agent.core.model import (
     RequestKey,
     State,
 )
-from hetero_agent.core.rights import belongs, bound_to, is_system, may_reap, may_signal
+from hetero_agent.core.rights import belongs, bound_to, is_system, may_reap, may_signal, names_processes
 from hetero_agent.core.world import World, in_hands
 from hetero_agent.text import printable
 
@@ -252,10 +252,18 @@ class Returns:
         if not sharers:
             return found
         leases = self._leases_of(sharers)
-        found = tuple(
-            holder for holder in found if not any(belongs(holder, lease, kin) for lease, kin in leases)
-        )
         mine = self.world.debts.get(device.id)
+        ended = self.world.leases.get(mine.lease) if mine else None
+
+        def elsewhere(holder: Holder) -> bool:
+            # by its uid alone a process is nobody's whose lease it is known to be
+            known = ended is not None and belongs(holder, ended, self._kin(ended))
+            return any(
+                belongs(holder, lease, kin) and (names_processes(lease.binding) or not known)
+                for lease, kin in leases
+            )
+
+        found = tuple(holder for holder in found if not elsewhere(holder))
         return () if self._owed_last(sharers) > (mine.since if mine else -1) else found
 
     def _leases_of(self, sharers: list[Device]) -> list[tuple[Lease, frozenset[ProcessRef]]]:
@@ -405,14 +413,21 @@ class Returns:
         sharers = self.sharers(device)
         others = self._leases_of(sharers)
         leftovers = self._owed_last(sharers) >= 0
+        # on a shared node a uid tells nothing: until the lease is bound none is known to be its
+        certain = not sharers or names_processes(lease.binding)
         own, strangers, seen = set(), [], []
         for holder in scan.holders:
-            if belongs(holder, lease, kin):
+            mine = belongs(holder, lease, kin)
+            if mine and certain:
                 own.add(holder.ref)
             elif not is_system(holder, world.settings.system_holders):
-                if leftovers or any(belongs(holder, other, known) for other, known in others):
+                if leftovers or any(
+                    belongs(holder, other, known) and (not mine or names_processes(other.binding))
+                    for other, known in others
+                ):
                     continue  # on the shared node, but not for this device
-                strangers.append(holder)
+                if not mine:
+                    strangers.append(holder)
             seen.append(holder)
         entry = (lease.id, device.id)
         told = self._strangers.get(entry, frozenset())

@@ -50,15 +50,19 @@ def bound_to(holder: Holder, binding: Binding, known: Collection[ProcessRef]) ->
     )
 
 
+def names_processes(binding: Binding) -> bool:
+    """Tell whether BINDING says which processes are the lease's; else its uid has to."""
+    return binding.pid is not None or binding.unit is not None
+
+
 def belongs(holder: Holder, lease: Lease, known: Collection[ProcessRef]) -> bool:
     """Tell whether HOLDER is the lease's: `bound_to` its binding, or of its uid if that names no
     processes; never one that has nothing of a user's uid."""
     if lease.uid != 0 and lease.uid not in holder.uids:
         return False
-    binding = lease.binding
-    if binding.pid is None and binding.unit is None:
+    if not names_processes(lease.binding):
         return lease.uid in holder.uids
-    return bound_to(holder, binding, known)
+    return bound_to(holder, lease.binding, known)
 
 
 def is_system(holder: Holder, units: Collection[str]) -> bool:

@@ -435,6 +435,47 @@ def test_nobody_is_an_intruder_on_a_node_by_another_share() -> None:
     assert [one.pid for one in host.device("s2").holders] == [20]
 
 
+def test_a_share_that_is_not_bound_yet_has_nobody_elses_processes() -> None:
+    host = shares()
+    host.ask("v/s", devices=("s1",), on_end=OnEnd.KILL)
+    early = host.preparing().id
+    host.prepared(early)
+    other = host.use("v/s", binding=Binding(pid=ProcessRef(20, 1)), devices=("s2",))
+    host.scan({"s1": [holder(20)], "s2": [holder(20)]})
+    # of one uid, but by its binding the process is the other lease's
+    assert [one.pid for one in host.device("s1").holders] == []
+    assert [one.pid for one in host.device("s2").holders] == [20]
+    assert host.of(ConflictSeen) == []
+    host.release(other.id)
+    host.scan({"s1": [holder(20)], "s2": [holder(20)]})
+    assert (host.state("s1"), host.state("s2")) == ("allocating", "reclaiming")
+    host.confirm(early, Binding(pid=ProcessRef(10, 1)))
+    both = [holder(10), holder(20)]
+    host.scan({"s1": both, "s2": both})
+    # nor is it once the lease is bound: its end must neither wait for it nor end it
+    assert (host.state("s1"), host.state("s2")) == ("in-use", "reclaiming")
+    assert [one.pid for one in host.device("s1").holders] == [10]
+    host.release(early)
+    host.scan({"s1": [holder(20)], "s2": [holder(20)]})
+    host.scan()
+    assert host.states() == {"c": "idle", "s1": "idle", "s2": "idle"}
+    assert host.of(Terminate) == []
+
+
+def test_who_opens_a_share_before_it_is_bound_is_no_intruder() -> None:
+    host = shares()
+    host.ask("v/s", devices=("s1",))
+    early = host.preparing().id
+    host.prepared(early)
+    host.scan({"s1": [holder(10), holder(30)], "s2": [holder(10), holder(30)]})
+    assert host.of(ConflictSeen) == []
+    assert host.state("s2") == "idle"
+    host.confirm(early, Binding(pid=ProcessRef(10, 1)))
+    host.scan({"s1": [holder(10), holder(30)], "s2": [holder(10), holder(30)]})
+    # only the bound one is known as its own from then on
+    assert [(one.kind, one.lease) for one in host.of(ConflictSeen)] == [("intruder", early)]
+
+
 @pytest.mark.parametrize("confirm", [True, False])
 def test_shares_of_a_node_need_to_know_whose_processes_are_whose(confirm: bool) -> None:
     host = shares()
