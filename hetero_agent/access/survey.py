@@ -145,7 +145,13 @@ class Survey:
             if now < self._not_before:
                 raise AccessError("the last look at nodes did not return; something there hangs")
             known = self._view.devices
-            nodes = {device: known[device].record.nodes for device in devices if device in known}
+            # what a lease still has though it was unplugged has no nodes: what is left in their places is
+            # nobody's, or another's
+            nodes = {
+                device: known[device].record.nodes
+                for device in devices
+                if device in known and known[device].present
+            }
             leased, open_to_all, gives = self._leased(), frozenset(self._open_to_all()), self._gives()
             try:
                 found = await in_thread(
