@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hetero_agent.cli import exitcodes
 from hetero_agent.cli.table import ago, short
@@ -19,6 +19,9 @@ _NAMED = 8
 
 #: States that a device leaves once no process has it open.
 _HELD = ("reclaiming", "occupied", "faulty")
+
+#: How the agent begins to say that devices were chosen, and something that they need is not there.
+_NOT_GIVEN: Final = "the devices can't be given: "
 
 
 @dataclass(eq=False)
@@ -129,6 +132,10 @@ async def about_request(
         return never(answer, resource)
     if not isinstance(error, errors.Unavailable):
         return plain
+    if error.text.startswith(_NOT_GIVEN):
+        # nobody has them, and waiting mends no node and no mount
+        step = "put that right and ask again; heteroctl explain says which other devices there are"
+        return Complaint(plain.code, error.text, (), step, plain.name)
     step = "heteroctl run --wait SECONDS waits; heteroctl explain says why for each device"
     return Complaint(plain.code, error.text, await who_holds(client, answer), step, plain.name)
 

@@ -50,6 +50,11 @@ def test_mounts_are_looked_for_at_each_grant(bus: PrivateBus, tmp_path: Path) ->
             assert f"mount {firmware}: {DEVICE_ID} needs it" in caught.value.text
             # nothing is left of the attempt
             root.wait_for_device(DEVICE_ID, State="idle")
+            told = Ctl(bus.address)("allocate", "-r", RESOURCE, code=75).err
+            assert f"mount {firmware}: {DEVICE_ID} needs it" in told
+            assert "next: put that right and ask again" in told
+            assert "held:" not in told
+            root.wait_for_device(DEVICE_ID, State="idle")
 
             firmware.mkdir()
             (tmp_path / "libnpu.so").touch()
