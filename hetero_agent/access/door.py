@@ -95,6 +95,10 @@ class Door:
         Raises AccessError, with nothing left behind, when a node is not what discovery saw, a
         mount's source is missing, or something can't be made.
         """
+        async with self._turn(lease.id):
+            return await self._prepare(lease, records)
+
+    async def _prepare(self, lease: Lease, records: Sequence[DeviceRecord]) -> dict[str, object]:
         known = {record.id: record for record in records}
         try:
             ordered = [known[device] for device in lease.devices]
@@ -142,26 +146,28 @@ class Door:
     async def renew(self, lease: Lease) -> None:
         """Make again what is missing of what `prepare` made for LEASE.  Raises AccessError."""
         if self._doer is not None:
-            await self._doer.renew(_what_is_left(lease))
+            async with self._turn(lease.id):
+                await self._doer.renew(_what_is_left(lease))
 
     async def attach(self, lease: Lease, process: ProcessRef | None) -> None:
         """Have the network interfaces of LEASE, which was prepared, in the namespace of PROCESS, on the
         host for None.  Raises AccessError."""
         if self._doer is not None:
-            async with self._turns.setdefault(lease.id, asyncio.Lock()):
+            async with self._turn(lease.id):
                 await self._doer.attach(_what_is_left(lease), _process(process))
 
     async def revoke(self, lease: str) -> None:
         """Undo what `prepare` made for LEASE, whole or half.  Raises AccessError: it is to be tried
         again then."""
-        if self._doer is not None:
-            turn = self._turns.pop(lease, None)
-            if turn is None:
+        # what was begun before the end is done before it is undone
+        async with self._turn(lease):
+            if self._doer is not None:
                 await self._doer.revoke(lease)
-            else:
-                # what was begun before the end is done before it is undone
-                async with turn:
-                    await self._doer.revoke(lease)
+        self._turns.pop(lease, None)
+
+    def _turn(self, lease: str) -> asyncio.Lock:
+        """Whose turn it is to make or undo what LEASE gives."""
+        return self._turns.setdefault(lease, asyncio.Lock())
 
     async def sweep(self, live: frozenset[str]) -> None:
         """Undo what was made for leases other than LIVE.  Raises AccessError."""

@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hetero_agent.access import door as module
-from hetero_agent.access.door import Door
+from hetero_agent.access.door import Doer, Door
+from hetero_agent.access.grant import Grant
 from hetero_agent.access.manifest import AccessError, environment, filtered
 from hetero_agent.core.model import (
     DeviceRecord,
@@ -312,6 +313,72 @@ def test_what_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - beginning < 20
     with open(tmp_path / "fifo", "w"):
         pass
+
+
+def test_what_is_being_prepared_is_revoked_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be made after it was undone, when the device may be the next one's."""
+    (tmp_path / "a").touch()
+    done: list[str] = []
+    looking, go_on = threading.Event(), threading.Event()
+
+    class Noted:
+        """Who would do it notes what."""
+
+        problem = ""
+
+        async def prepare(self, _: Grant) -> None:
+            done.append("prepare")
+
+        async def revoke(self, _: str) -> None:
+            done.append("revoke")
+
+    def slow(name: str) -> grp.struct_group:
+        looking.set()
+        assert go_on.wait(30)
+        raise KeyError(name)
+
+    async def test() -> None:
+        monkeypatch.setattr(grp, "getgrnam", slow)
+        door = Door(cast("Doer", Noted()))
+        one = record("a", [file_node(tmp_path / "a")], groups=("elsewhere",))
+        making = asyncio.create_task(door.prepare(lease("a"), [one]))
+        await asyncio.to_thread(looking.wait, 30)
+        # tried in vain for a while, and again
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(door.revoke(LEASE_ID), 0.05)
+        undoing = asyncio.create_task(door.revoke(LEASE_ID))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(making, undoing)
+        assert door._turns == {}
+
+    asyncio.run(test())
+    assert done == ["prepare", "revoke"]
+
+
+def test_what_is_being_renewed_is_revoked_after_it() -> None:
+    done: list[str] = []
+
+    class Slow:
+        """Who would do it takes two steps."""
+
+        problem = ""
+
+        async def renew(self, _: Grant) -> None:
+            await asyncio.sleep(0.05)
+            done.append("renew")
+
+        async def revoke(self, _: str) -> None:
+            done.append("revoke")
+
+    async def test() -> None:
+        door = Door(cast("Doer", Slow()))
+        renewing = asyncio.create_task(door.renew(lease("a")))
+        await asyncio.sleep(0)
+        await asyncio.gather(renewing, door.revoke(LEASE_ID))
+
+    asyncio.run(test())
+    assert done == ["renew", "revoke"]
 
 
 def test_revoke_as_often_as_called() -> None:
