@@ -49,7 +49,7 @@ from hetero_agent.core.events import (
     Tick,
 )
 from hetero_agent.core.grants import Grants
-from hetero_agent.core.lifecycle import settle
+from hetero_agent.core.lifecycle import Trigger, settle
 from hetero_agent.core.model import (
     AuditKind,
     AuditRecord,
@@ -252,7 +252,7 @@ class Governor:
             if lease.id in restored.other_boot:
                 self._close_of_other_boot(lease, at)
             elif not lease.granted and lease.alive:
-                self._roll_back(lease, at)
+                self._roll_back(lease, known, at)
             else:
                 self._take_up(lease, known, at)
         for debt in owed:  # also of a device that has come back to a lease which lives on
@@ -311,29 +311,21 @@ class Governor:
         requests.spend(world, lease.id, at)
         world.revoke(lease.id)
 
-    def _roll_back(self, lease: Lease, at: Instant) -> None:
-        world = self.world
-        world.put_lease(lease)
-        world.drop_lease(lease.id)
-        world.drop_request(lease.key)
-        world.audit(
-            AuditKind.ENDED,
+    def _roll_back(self, lease: Lease, known: Mapping[str, DeviceRecord], at: Instant) -> None:
+        """Nobody was told of it, but what it gives may be there, whole or half: its devices are not
+        granted before that is taken back."""
+        self.world.put_lease(lease)
+        self._place(lease, known, at)
+        self.grants.end(
+            lease,
+            Trigger.EFFECT_FAILED,
             at,
-            f"lease {lease.id} of uid {lease.uid} was being prepared when the agent died; rolled back",
-            priority=4,
-            lease=lease.id,
-            reason="rolled-back",
+            reason="it was being prepared when the agent died",
             request_id=lease.key.request_id,
-            extra={"RESULT": str(Result.FAILED)},
         )
-        world.revoke(lease.id)
 
-    def _take_up(self, lease: Lease, known: Mapping[str, DeviceRecord], at: Instant) -> None:
-        world = self.world
-        world.put_lease(lease)
-        if not lease.alive:
-            world.revoke(lease.id)
-            return
+    def _place(self, lease: Lease, known: Mapping[str, DeviceRecord], at: Instant) -> None:
+        """Put the devices of LEASE into its hands."""
         for device_id in lease.devices:
             if device_id in lease.returned:
                 continue
@@ -342,6 +334,14 @@ class Governor:
             if device_id in lease.lost:
                 state = State.LOST
             self._placeholder(record, state, lease.id, at)
+
+    def _take_up(self, lease: Lease, known: Mapping[str, DeviceRecord], at: Instant) -> None:
+        world = self.world
+        world.put_lease(lease)
+        if not lease.alive:
+            world.revoke(lease.id)
+            return
+        self._place(lease, known, at)
         if lease.deadline:
             world.alarm(lease.deadline, "lease", lease.id)
         if lease.binding:

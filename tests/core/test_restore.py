@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hetero_agent.core.effects import ErrorKind, RevokeAccess, Terminate, WatchNodes, WatchOwner
-from hetero_agent.core.events import ProviderGone
+from hetero_agent.core.events import AccessRevoked, ProviderGone
 from hetero_agent.core.model import (
     AuditKind,
     Binding,
@@ -63,16 +63,23 @@ def test_a_prepared_grant_is_rolled_back() -> None:
     host = host_with()
     host.ask(request_id="a", fingerprint="f")
     lease = host.preparing().id
+    host.revokes = False
     host.restart()
-    assert host.governor.leases == {}
     assert RevokeAccess(lease) in host.outcome.effects
-    assert [one.reason for one in host.audits(AuditKind.ENDED)] == ["rolled-back"]
+    why = "it was being prepared when the agent died"
+    assert [one.reason for one in host.audits(AuditKind.ENDED)] == [why]
+    assert host.store.requests == {}
+    seen(host)
+    # its process may have got at the node already: only a clean scan makes it idle, and only once
+    # nothing is given any more
+    host.scan()
+    assert host.states() == {"d": "reclaiming", "e": "idle"}
+    host.do(AccessRevoked(host.later(), lease))
+    host.scan()
+    assert host.states() == {"d": "idle", "e": "idle"}
     for table in (host.store.leases, host.store.records, host.store.requests, host.store.debts):
         assert table == {}
-    seen(host)
-    host.scan()
-    # its process may have got at the node already: only a clean scan makes it idle
-    host.grant(request_id="a", fingerprint="f")
+    host.grant(request_id="a", fingerprint="f", devices=("d",))
 
 
 def test_a_granted_lease_lives_on_and_ends_at_its_deadline() -> None:
