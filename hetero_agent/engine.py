@@ -171,7 +171,9 @@ class Engine:
         for timer in (self._timer, self._scan_timer):
             if timer is not None:
                 timer.cancel()
-        await self._jobs.stop()
+        if hasattr(self, "_jobs"):
+            # a start that fails early ends before it has its edges
+            await self._jobs.stop()
         if self._backlog:
             self._store(Changes())
 
