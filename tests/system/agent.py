@@ -162,15 +162,17 @@ class Agent:
 
     def audit(self, *matches: str) -> list[Entry]:
         """Return the entries of its audit trail that fit MATCHES, each once, by sequence number, as
-        soon as no more come for a moment: they are written behind the answers."""
-        before = -1
+        soon as no more come for a while: they are written behind the answers."""
+        before, same = -1, 0
         while True:
             entries = self.journal("SYSLOG_IDENTIFIER=hetero-agent", *matches)
             found = {int(entry["HETERO_SEQUENCE"]): entry for entry in entries if "HETERO_SEQUENCE" in entry}
-            if len(found) == before:
+            same = same + 1 if len(found) == before else 0
+            # none at all is rarer than one that is late
+            if same == (2 if found else 5):
                 return [found[number] for number in sorted(found)]
             before = len(found)
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def log(self, since: str = "") -> str:
         """Return its log as people read it."""
@@ -197,7 +199,7 @@ class Agent:
         self.machine.write(f"/run/{unit.removesuffix('.service')}.open", "")
         links = self.machine.path(f"/proc/{pid}/fd")
         self.machine.wait(
-            lambda: any("/accel" in os.readlink(one) for one in links.iterdir()), 10, f"an open node in {unit}"
+            lambda: any("/accel" in os.readlink(one) for one in links.iterdir()), 30, f"an open node in {unit}"
         )
         self.machine.path(f"/run/{unit.removesuffix('.service')}.open").unlink()
         return pid

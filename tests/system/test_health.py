@@ -79,7 +79,7 @@ def test_a_sick_device_is_told_everywhere(
     listed = {row["id"]: row for row in agent.heteroctl("list")["devices"]}
     assert (listed[one.id]["state"], listed[one.id]["health"]) == ("faulty", "unhealthy")
     # and a file, whose coming and going systemd acts upon
-    machine.wait(alert.exists, 10, "the alert")
+    machine.wait(alert.exists, 30, "the alert")
     assert json.loads(alert.read_text())["health-reason"] == why
     told = ("journalctl", "--output=cat", f"--unit={example}")
     machine.wait(lambda: why in machine.run(*told).stdout, 30, "the operators' unit")
@@ -97,7 +97,7 @@ def test_a_lost_device_is_an_alert_until_its_lease_ends(
     hardware.unplug(one)
     machine.wait(lambda: agent.states().get(one.id) == "lost", 30, "the loss")
     file = machine.path(f"{_ALERTS}/{one.id}.json")
-    machine.wait(file.exists, 10, "the alert")
+    machine.wait(file.exists, 30, "the alert")
     alert = json.loads(file.read_text())
     assert (alert["state"], alert["lease"]) == ("lost", lease.rpartition("/l")[2])
     assert agent.release(lease) is True

@@ -120,7 +120,7 @@ def test_journald_that_does_not_drain_holds_up_nobody(
             took.append(time.monotonic() - start)
             machine.wait(lambda: agent.states() == idle, 30, "the devices back")
         # each has two processes in the machine, which may have to wait; none waits for journald
-        assert sorted(took)[len(took) // 2] < 1
+        assert sorted(took)[len(took) // 2] < 5
         assert max(took) < 10
         machine.wait(lambda: "journald does not drain" in agent.unit("StatusText"), 30, "a STATUS that says so")
         assert agent.pid == pid
@@ -163,7 +163,7 @@ def test_stopped_journald_holds_up_nobody(machine: Machine, agent: Agent, hardwa
         agent.release(lease)
         agent.wait_states({one.id: "idle"})
         machine.wait(
-            lambda: "journald does not listen" in agent.unit("StatusText"), 20, "a STATUS that says so"
+            lambda: "journald does not listen" in agent.unit("StatusText"), 30, "a STATUS that says so"
         )
     finally:
         agent.systemctl("start", *_JOURNALD)
@@ -192,7 +192,7 @@ def test_a_restart_while_journald_is_away_loses_no_line(
         agent.systemctl("start", *_JOURNALD)
     name = lease.rsplit("/l", 1)[1]
     machine.wait(
-        lambda: agent.audit(f"HETERO_LEASE={name}", "HETERO_KIND=lease-granted"), 20, "the grant's line"
+        lambda: agent.audit(f"HETERO_LEASE={name}", "HETERO_KIND=lease-granted"), 30, "the grant's line"
     )
     trail = agent.audit()
     assert gaps(trail) == [], [(one["HETERO_SEQUENCE"], one["MESSAGE"]) for one in trail]

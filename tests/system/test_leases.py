@@ -36,15 +36,18 @@ def test_an_owner_that_ends_meanwhile_is_missed_at_the_start(agent: Agent, hardw
     one, two = hardware.plug(2)
     agent.wait_states({one.id: "idle", two.id: "idle"})
     ends, restarts = agent.job("job-ends", one.node), agent.job("job-again", two.node)
-    agent.allocate(RESOURCE, devices=[one.id], unit=ends)
-    agent.allocate(RESOURCE, devices=[two.id], unit=restarts)
+    leases = [
+        agent.allocate(RESOURCE, devices=[one.id], unit=ends),
+        agent.allocate(RESOURCE, devices=[two.id], unit=restarts),
+    ]
     agent.systemctl("stop", UNIT)
     agent.systemctl("stop", ends)
     agent.systemctl("restart", restarts)
     agent.systemctl("start", UNIT)
     agent.wait_states({one.id: "idle", two.id: "idle"})
-    ended = agent.audit("HETERO_KIND=lease-ended")[-2:]
-    assert ["unit" in entry["HETERO_REASON"] for entry in ended] == [True, True], ended
+    for lease in leases:
+        (ended,) = agent.audit("HETERO_KIND=lease-ended", f"HETERO_LEASE={lease.rpartition('/l')[2]}")
+        assert "unit" in ended["HETERO_REASON"], ended
 
 
 def test_what_still_holds_a_device_keeps_it_over_a_restart(agent: Agent, hardware: Accelerators) -> None:

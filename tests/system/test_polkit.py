@@ -131,7 +131,7 @@ def test_who_would_have_to_authenticate_is_told_at_once(
     status, said, took = busctl_allocate(machine, bob, flag, f"bob-{flag}")
     assert status != 0
     assert text in said
-    assert took < 3
+    assert took < 10
     assert agent.states() == {one: "idle"}
     told = agent.audit("HETERO_KIND=request-refused", f"HETERO_REQUEST_ID=bob-{flag}")
     assert [entry["HETERO_REASON"] for entry in told] == ["InteractiveAuthorizationRequired"]

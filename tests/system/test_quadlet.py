@@ -110,7 +110,7 @@ def test_the_example(machine: Machine, agent: Agent, hardware: Accelerators) -> 
         said = machine.run("journalctl", "--output=cat", f"--unit={unit}").stdout
         assert started.returncode == 0, said
         says = f"held ['accel{one.number}'] Operation not permitted {one.id}\n"
-        machine.wait(lambda: machine.run("podman", "logs", "systemd-lab-model").stdout == says, 20, says)
+        machine.wait(lambda: machine.run("podman", "logs", "systemd-lab-model").stdout == says, 30, says)
         agent.wait_states({one.id: "in-use", other.id: "idle"})
         (lease,) = agent.leases()
         pid = machine.run("podman", "inspect", "--format={{.State.Pid}}", "systemd-lab-model").stdout.strip()

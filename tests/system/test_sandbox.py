@@ -119,7 +119,7 @@ def test_a_lease_bound_to_a_process_of_another_user(
     service.confirm(lease, uid=_USER, groups=[group], pid=pid)
     assert service.open_in(job) == pid
     machine.wait(
-        lambda: _holders(service, one.id) == {pid: (_USER, False)}, 10, "the process among the holders"
+        lambda: _holders(service, one.id) == {pid: (_USER, False)}, 30, "the process among the holders"
     )
     assert service.states() == {one.id: "in-use"}
     machine.run("kill", "-KILL", str(pid))
@@ -189,7 +189,7 @@ def test_mappings_of_root_and_of_others_are_seen(service: Agent, machine: Machin
             machine.run("systemd-run", *words, "/usr/bin/python3", "-ISc", _MAP, copy)
             pid = int(service.unit("MainPID", f"job-map-{user}.service"))
             machine.wait(
-                lambda pid=pid, copy=copy: copy in machine.read(f"/proc/{pid}/maps"), 10, "the mapping"
+                lambda pid=pid, copy=copy: copy in machine.read(f"/proc/{pid}/maps"), 30, "the mapping"
             )
             machine.shell(f"rm {copy}")
             wanted[pid] = (user, True)
@@ -260,10 +260,10 @@ def test_a_reload_takes_another_configuration(service: Agent, machine: Machine) 
     pid = service.pid
     machine.write("/etc/hetero-agent/hetero-agent.conf", _CONFIG + "[limits]\nleases = 17\n", mode=0o600)
     service.systemctl("reload", UNIT)
-    assert service.manager()["MaxLeases"] == 17
+    machine.wait(lambda: service.manager()["MaxLeases"] == 17, 30, "the other limit")
     machine.write("/etc/hetero-agent/hetero-agent.conf", _CONFIG)
     service.systemctl("reload", UNIT)
-    assert service.manager()["MaxLeases"] == 4096
+    machine.wait(lambda: service.manager()["MaxLeases"] == 4096, 30, "the limit that it had")
     assert service.pid == pid
 
 

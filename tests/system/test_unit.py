@@ -113,9 +113,13 @@ def test_log_level_by_systemctl(machine: Machine, agent: Agent, hardware: Accele
     assert agent.systemctl("service-log-level", UNIT) == "info\n"
     agent.systemctl("service-log-level", UNIT, "debug")
     assert agent.systemctl("service-log-level", UNIT) == "debug\n"
-    (one,) = hardware.plug()
-    agent.wait_states({one.id: "idle"})
-    assert [entry for entry in agent.journal(f"--unit={UNIT}", "PRIORITY=7") if one.id in entry["MESSAGE"]]
+    (device,) = hardware.plug()
+    agent.wait_states({device.id: "idle"})
+    machine.wait(
+        lambda: [one for one in agent.journal(f"--unit={UNIT}", "PRIORITY=7") if device.id in one["MESSAGE"]],
+        30,
+        "its name in what is said for debugging",
+    )
     agent.systemctl("service-log-level", UNIT, "warning")
     with pytest.raises(CommandFailed):
         agent.systemctl("service-log-level", UNIT, "loud")
@@ -123,7 +127,7 @@ def test_log_level_by_systemctl(machine: Machine, agent: Agent, hardware: Accele
     assert agent.systemctl("service-log-target", UNIT) == "journal\n"
     agent.systemctl("reload", UNIT)
     machine.wait(
-        lambda: agent.systemctl("service-log-level", UNIT) == "info\n", 10, "the level of the configuration"
+        lambda: agent.systemctl("service-log-level", UNIT) == "info\n", 30, "the level of the configuration"
     )
 
 
@@ -141,7 +145,7 @@ def test_stopped_by_a_signal_the_watchdog_ends_it(
 ) -> None:
     one, two = hardware.plug(2)
     agent.wait_states({one.id: "idle", two.id: "idle"})
-    settings(machine, WatchdogSec="1s", RestartSec="100ms")
+    settings(machine, WatchdogSec="3s", RestartSec="100ms")
     agent.systemctl("restart", UNIT)
     agent.wait_states({one.id: "idle", two.id: "idle"})
     job = agent.job("job-watchdog", one.node)

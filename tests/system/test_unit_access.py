@@ -92,7 +92,7 @@ class Probe:
 
     def report(self, what: str = "the probe's report") -> dict[str, Any]:
         path = self.machine.path(self.place)
-        self.machine.wait(path.exists, 20, what)
+        self.machine.wait(path.exists, 30, what)
         found: dict[str, Any] = json.loads(path.read_text())
         path.unlink()
         return found
@@ -207,7 +207,7 @@ def test_the_unit_has_the_lease_before_its_command_runs_and_whatever_becomes_of_
     with machine.start(*words) as run:
         machine.wait(
             lambda: [binding(agent, lease).get("unit") for lease in agent.leases()] == [unit],
-            20,
+            30,
             "a lease of the unit",
         )
         (lease,) = agent.leases()
@@ -215,7 +215,7 @@ def test_the_unit_has_the_lease_before_its_command_runs_and_whatever_becomes_of_
         assert agent.unit("ActiveState", unit) == "activating"
         assert agent.leases()[lease]["State"] == "active"
         machine.run("pkill", "-KILL", "-f", "heteroctl run --unit lab-window")
-        run.wait(20)
+        run.wait(30)
         machine.write("/run/probe/go", "")
         assert probe.opens(probe.report()) == ["ok", "EPERM"]
         assert list(agent.leases()) == [lease]
@@ -312,7 +312,7 @@ def test_a_plain_user_needs_the_managers_right(
     try:
         machine.wait(
             lambda: machine.run(*words, uid=alice.uid, groups=groups, check=False).stdout == f"{alice.uid}\n",
-            20,
+            30,
             "polkit's new rule",
         )
     finally:
@@ -430,7 +430,7 @@ def test_each_run_has_a_lease_of_its_own(
         "lab-runs",
         "Restart=always",
         "RestartSec=0",
-        *attaching("--wait", "20"),
+        *attaching("--wait", "60"),
         f"ExecStart={probe.line}",
     )
     agent.heteroctl("cordon", other.id)
@@ -473,7 +473,7 @@ def test_while_it_waits_to_be_restarted_it_has_none(
     probe.report()
     machine.run("systemctl", "kill", "--signal=KILL", unit)
     agent.wait_states({one.id: "idle", other.id: "idle"})
-    assert agent.unit("SubState", unit) == "auto-restart"
+    machine.wait(lambda: agent.unit("SubState", unit) == "auto-restart", 30, "a unit that waits")
     assert agent.leases() == {}
 
 
@@ -514,7 +514,7 @@ def test_who_may_not_attach(
     # a user's own service manager
     machine.run("loginctl", "enable-linger", "alice")
     machine.wait(
-        lambda: agent.unit("ActiveState", f"user@{alice.uid}.service") == "active", 20, "alice's manager"
+        lambda: agent.unit("ActiveState", f"user@{alice.uid}.service") == "active", 30, "alice's manager"
     )
     done = machine.run(
         "systemd-run", "--user", "--quiet", "--unit=lab-user", "--service-type=oneshot",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.system.accelerators import RESOURCE, Accelerators
@@ -68,8 +70,11 @@ def test_a_child_that_stays_keeps_the_device(machine: Machine, agent: Agent, har
     lease = agent.allocate(RESOURCE, unit="job-child.service")
     machine.write("/run/job-child.go", "")
     pid = machine.wait(
-        lambda: machine.shell("cat /run/job-child.pid 2>/dev/null || true").strip(), 10, "the child"
+        lambda: machine.shell("cat /run/job-child.pid 2>/dev/null || true").strip(), 30, "the child"
     )
+    # written before the child has opened it
+    held = machine.path(f"/proc/{pid}/fd/0")
+    machine.wait(lambda: os.readlink(held) == one.node, 30, "the node in the child's hands")
     agent.systemctl("stop", "job-child.service")
     agent.wait_states({one.id: "reclaiming"})
     machine.run("sleep", "1")
