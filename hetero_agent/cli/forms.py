@@ -20,6 +20,9 @@ _PLAIN_NODE: Final = re.compile(r"/dev(/[A-Za-z0-9._:+@-]+)+")
 
 _LINE: Final = 100
 
+#: The variable by which a process inside a lease knows it.
+_LEASE: Final = "HETERO_LEASE_ID"
+
 
 def shell(manifest: Manifest, *, filtered: bool = False) -> list[str]:
     """Return lines for ``.`` in sh, or for systemd's EnvironmentFile=, which takes the assignments
@@ -27,8 +30,9 @@ def shell(manifest: Manifest, *, filtered: bool = False) -> list[str]:
     the lease's devices can be seen."""
     variables = manifest.variables(filtered=filtered)
     return [
-        f"unset -v {' '.join(_strangers(variables))}",
-        *(f"{name}={shlex.quote(printable(value, 4096))}" for name, value in sorted(variables.items())),
+        # in a lease already, they may be of that: a job has GPUs of one lease and adapters of another
+        f'[ -n "${{{_LEASE}-}}" ] || unset -v {" ".join(_strangers(variables))}',
+        *(f"{name}={_word(printable(value, 4096))}" for name, value in sorted(variables.items())),
         f"export {' '.join(sorted(variables))}",
     ]
 
@@ -104,6 +108,11 @@ def _limit(value: int, unlimited: str) -> str:
     from hetero_agent.client.manifest import UNLIMITED  # noqa: PLC0415
 
     return unlimited if value == UNLIMITED else str(value)
+
+
+def _word(value: str) -> str:
+    """Quote for sh; also what only zsh takes for more than itself (zshexpn(1), "= expansion")."""
+    return f"'{value}'" if value.startswith("=") and shlex.quote(value) == value else shlex.quote(value)
 
 
 def _bind(host: str, container: str, options: str) -> str:

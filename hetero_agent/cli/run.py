@@ -92,6 +92,8 @@ class _Run:
         self._aborted = 0
         #: Whether the lease is one that this run is inside of: its life hangs on another process.
         self._inside = False
+        #: The lease that this run is inside of, if it is another.
+        self._outer: Manifest | None = None
 
     async def go(self) -> int:
         loop = asyncio.get_running_loop()
@@ -122,7 +124,7 @@ class _Run:
 
                 for short in limits.give(self._command.pid, manifest.limits):
                     say(short)
-            self._command.start(manifest.environment(os.environ, inside=self._inside))
+            self._command.start(manifest.environment(os.environ, inside=self._inside, outer=self._outer))
             vigil = Vigil(client, manifest, self._status, ours=not self._inside)
             async with vigil:
                 await over
@@ -151,11 +153,12 @@ class _Run:
         try:
             # the terminal is the command's, once there is one
             with person or contextlib.nullcontext():
-                manifest = await self._outer(client)
-                self._inside = manifest is not None
-                if manifest is None:
-                    manifest = (await obtain(client, self._args, pid=self._command.pid)).manifest
-                return client, manifest
+                outer = await _around(client)
+                if outer is not None and self._enough(outer):
+                    self._inside = True
+                    return client, outer
+                self._outer = outer
+                return client, (await obtain(client, self._args, pid=self._command.pid)).manifest
         except HeteroError as error:
             await client.close()
             raise complaints.of_error(error) from error
@@ -163,19 +166,24 @@ class _Run:
             await client.close()
             raise
 
-    async def _outer(self, client: Client) -> Manifest | None:
-        """Return the manifest of the lease that this run is inside of, if it is enough."""
-        from hetero_agent.client.errors import AgentError  # noqa: PLC0415
-
+    def _enough(self, outer: Manifest) -> bool:
+        """Whether the lease that this run is inside of is what it would ask for."""
         args = self._args
-        outer = os.environ.get(LEASE_VARIABLE, "")
-        if not outer or args.require or args.devices or args.policy:
+        particular = args.require or args.devices or args.policy
+        return not particular and outer.resource == args.resource and len(outer.devices) >= args.count
+
+
+async def _around(client: Client) -> Manifest | None:
+    """Return the manifest of the lease that this run is inside of: one in use, and the same user's."""
+    from hetero_agent.client.errors import AgentError  # noqa: PLC0415
+
+    name = os.environ.get(LEASE_VARIABLE, "")
+    if not name:
+        return None
+    try:
+        lease = await client.lease(name)
+        if lease.state != "active" or lease.uid != os.getuid():
             return None
-        try:
-            lease = await client.lease(outer)
-            enough = lease.resource == args.resource and len(lease.devices) >= args.count
-            if lease.state != "active" or lease.uid != os.getuid() or not enough:
-                return None
-            return await client.manifest(lease.path)
-        except AgentError:
-            return None
+        return await client.manifest(lease.path)
+    except AgentError:
+        return None

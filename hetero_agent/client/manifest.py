@@ -110,10 +110,14 @@ class Manifest:
             **(self.env_filtered if filtered else {}),
         }
 
-    def environment(self, base: Mapping[str, str], *, inside: bool = False) -> dict[str, str]:
+    def environment(
+        self, base: Mapping[str, str], *, inside: bool = False, outer: Manifest | None = None
+    ) -> dict[str, str]:
         """Return BASE without inherited choices of devices, with the lease's own.  INSIDE: BASE is of a
-        process of the lease, and who made that process knew which devices can be seen where it runs."""
-        kept = {key: value for key, value in base.items() if not chooses_devices(key)}
+        process of the lease, and who made that process knew which devices can be seen where it runs.
+        OUTER is another live lease that BASE is of a process of: its choices are no strangers'."""
+        given = outer.env.keys() if outer is not None else ()
+        kept = {key: value for key, value in base.items() if key in given or not chooses_devices(key)}
         known = {key: base[key] for key in self.env_filtered if key in base} if inside else {}
         return {**kept, **self.variables(), **known}
 

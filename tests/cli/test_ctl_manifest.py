@@ -84,6 +84,16 @@ def test_env_is_read_by_sh(manifest: Manifest, tmp_path: Path) -> None:
     assert "ASCEND_VNPU_SPECS" not in got
 
 
+def test_a_job_has_two_leases_in_one_shell(tmp_path: Path) -> None:
+    """GPUs of one and adapters of another: the second's file leaves what the first's has set."""
+    cards, adapters = golden("nvidia"), golden("rdma")
+    got = in_shell([*forms.shell(cards), *forms.shell(adapters)], tmp_path, HIP_VISIBLE_DEVICES="3")
+    assert got.items() >= {**cards.env, **adapters.env}.items()
+    assert "HIP_VISIBLE_DEVICES" not in got
+    # what zsh would take for the path of a command is quoted
+    assert "NCCL_IB_HCA='=mlx5_10:1,mlx5_10:2,mlx5_1:1'" in forms.shell(adapters)
+
+
 def test_env_is_read_by_systemd(tmp_path: Path) -> None:
     """systemd-tmpfiles reads os-release with the parser of EnvironmentFile= (src/basic/env-file.c)
     and shows some of its values."""

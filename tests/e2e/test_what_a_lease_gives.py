@@ -67,7 +67,7 @@ def test_mounts_are_looked_for_at_each_grant(bus: PrivateBus, tmp_path: Path) ->
             assert manifest["env-filtered"] == {"CONSOLE": "=0"}
 
             ctl = Ctl(bus.address)
-            assert "CONSOLE==0" in ctl("manifest", lease).out.splitlines()
+            assert "CONSOLE='=0'" in ctl("manifest", lease).out.splitlines()
             arguments = ctl("manifest", lease, "--format", "podman").out.splitlines()
             assert f"--device={CONSOLE}:{CONSOLE}:rw" in arguments
             assert f"--mount=type=bind,src={firmware},dst=/lib/firmware,ro" in arguments
@@ -205,6 +205,31 @@ def test_level_zero_counts_the_cards_that_its_user_can_open() -> None:
         inner = f"{PYTHON} -m hetero_agent.cli.main manifest {last['lease']} | grep ^ZE_AFF"
         run = member("run", "-r", "intel.com/gpu", "--", "sh", "-c", inner)
         assert run.out.split() == ["ZE_AFFINITY_MASK=1"]
+    finally:
+        agent.close()
+        bus.close()
+
+
+@in_own_mounts
+def test_a_run_inside_a_lease_of_something_else_keeps_what_that_gives() -> None:
+    machine = FakeSys()
+    machine.gpu("0000:03:00.0", "8086:56c0", "i915")
+    machine.npu("0000:af:00.0")
+    bus = PrivateBus()
+    agent = AgentProcess(bus, sources="kernel")
+    try:
+        agent.start()
+        with Client(bus) as root:
+            for device in ("0000:03:00.0", "0000:af:00.0"):
+                root.wait_for_device(device, State="idle", Health="healthy")
+        ctl = Ctl(bus.address, env={"ROCR_VISIBLE_DEVICES": "7"})
+        inner = [*ctl.command, "run", "-r", "heteroagent.org/accelerator", "--"]
+        show = ["sh", "-c", "echo $HETERO_DEVICES/$ZE_AFFINITY_MASK/$ROCR_VISIBLE_DEVICES/"]
+        got = ctl("run", "-r", "intel.com/gpu", "--", *inner, *show).out
+        assert got == "0000:af:00.0/0//\n"
+        # another's choice, or one whose lease is over, is none
+        ctl.env |= {"ZE_AFFINITY_MASK": "5", "HETERO_LEASE_ID": "0" * 32}
+        assert ctl("run", "-r", "heteroagent.org/accelerator", "--", *show).out == "0000:af:00.0///\n"
     finally:
         agent.close()
         bus.close()
