@@ -42,7 +42,7 @@ from hetero_agent.providers.registry import Registry
 from hetero_agent.store.database import StoreUnusable
 from hetero_agent.store.lasting import SqliteLasting
 from hetero_agent.store.ledger import SqliteLedger
-from hetero_agent.supervision import Notifier, Watchdog, interval_from_env
+from hetero_agent.supervision import Notifier, Reloads, Watchdog, interval_from_env
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.daemon")
@@ -107,7 +107,7 @@ class Daemon:
         self.config = config
         self.notifier = Notifier()
         self.stop_asked = asyncio.Event()
-        self._reloading: asyncio.Task[None] | None = None
+        self._reloads = Reloads(self.notifier, self._read_again)
         # A file that was there and is gone was hardly meant to take everybody's devices: only a start without
         # it means the defaults.
         self._configured = places.config.exists()
@@ -176,7 +176,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop_asked.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        loop.add_signal_handler(signal.SIGHUP, self._reloads.ask)
         watchdog: asyncio.Task[None] | None = None
         try:
             await self._start()
@@ -254,8 +254,7 @@ class Daemon:
 
     async def _end(self) -> None:
         """Leave leases, ledger and devices as they are and close all edges."""
-        if self._reloading is not None:
-            self._reloading.cancel()
+        self._reloads.cancel()
         if self.engine.running:
             self.engine.submit(Note(self.engine.now(), AuditKind.STOPPED, "stopped; leases stay as they are"))
         if self.places.sources != "none":
@@ -335,13 +334,8 @@ class Daemon:
         return found
 
     # -- reload -----------------------------------------------------------------------------------
-    def _reload(self) -> None:
-        if self._reloading is None or self._reloading.done():
-            self._reloading = asyncio.ensure_future(self._reload_all())
-
-    async def _reload_all(self) -> None:
+    async def _read_again(self) -> None:
         """Read the configuration again; a bad one is reported and the old one stays."""
-        self.notifier.reloading()
         try:
             config = await asyncio.to_thread(configuration.load, self.places.config, needed=self._configured)
             self._configured = self._configured or await asyncio.to_thread(self.places.config.exists)
@@ -359,14 +353,16 @@ class Daemon:
             self.door.use(self._doer())
             loghandler.set_level(config.agent.log_level)
             await self.bus.reload(config)
+            text, priority = "the configuration was read again", 5
             if self.places.sources != "none":
                 self.kernel.configure(config.discovery)
-                await self.kernel.reload()
+                try:
+                    await self.kernel.reload()
+                except OSError as error:
+                    text, priority = f"{text}, but the kernel's news come as before: {printable(error)}", 4
                 self.health.listen(self.kernel.symptoms)
             self.survey.again()
-            text, priority = "the configuration was read again", 5
         self.engine.submit(Note(self.engine.now(), AuditKind.RELOADED, text, priority))
-        self.notifier.ready()
         self._tell_status()
 
 

@@ -121,6 +121,42 @@ class Notifier:
         self._library = None
 
 
+class Reloads:
+    """Has the configuration read again when that is asked for, and tells systemd of it.
+
+    READ does it; it is asked for one at a time, and once more if the asking came meanwhile: what was
+    read may be older.
+    """
+
+    def __init__(self, notifier: Notifier, read: Callable[[], Awaitable[None]]) -> None:
+        self._notifier = notifier
+        self._read = read
+        self._asked = False
+        self._task: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Read again, soon."""
+        self._asked = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def cancel(self) -> None:
+        """Give up what is under way."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while self._asked:
+            self._asked = False
+            self._notifier.reloading()
+            try:
+                await self._read()
+            except Exception:
+                # systemd waits for the end of it, whatever it was
+                _log.exception("reading the configuration again failed")
+            self._notifier.ready()
+
+
 def interval_from_env(environ: Mapping[str, str] | None = None) -> float | None:
     """Return systemd's watchdog interval in seconds, None if it does not watch this process
     (sd_watchdog_enabled(3): WATCHDOG_USEC, and WATCHDOG_PID if it is set)."""

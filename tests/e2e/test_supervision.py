@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 
 import pytest
@@ -140,6 +141,37 @@ def test_reload_takes_a_good_config_and_keeps_the_old_for_a_bad_one(
         with pytest.raises(CallError) as caught:
             root.allocate("r1", "example.com/none")
         assert caught.value.name == "NotFound"
+
+
+def test_a_reload_that_is_asked_for_during_another_is_made(bus: PrivateBus, agent: AgentProcess) -> None:
+    """What the first has read may be older than what the second was asked for."""
+    fifo = agent.directory / "fifo"
+    os.mkfifo(fifo)
+    fifo.rename(agent.config_path)
+    with Client(bus) as root:
+        agent.signal(signal.SIGHUP)
+        writer: list[int] = []
+
+        def read() -> bool:
+            try:
+                writer.append(os.open(agent.config_path, os.O_WRONLY | os.O_NONBLOCK))
+            except OSError:
+                return False
+            return True
+
+        wait_until(read, what="the first reload")
+        agent.signal(signal.SIGHUP)
+        # two turns of the loop later it knows of the second
+        for _ in range(2):
+            assert root.properties(names.ROOT, names.MANAGER)["MaxLeases"] != 17
+        new = agent.directory / "new"
+        new.write_text("[limits]\nleases = 17\n")
+        new.rename(agent.config_path)
+        os.write(writer[0], b"[limits]\nleases = 16\n")
+        os.close(writer[0])
+        wait_until(
+            lambda: root.properties(names.ROOT, names.MANAGER)["MaxLeases"] == 17, what="the second reload"
+        )
 
 
 def test_lost_bus_ends_the_agent_with_an_error(bus: PrivateBus, agent: AgentProcess) -> None:
