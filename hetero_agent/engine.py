@@ -321,14 +321,22 @@ class Engine:
             else:
                 news.append(effect)
         if news:
-            self._publisher.publish(news)
+            self._have("publishing news", self._publisher.publish, news)
         faultpoints.reach(step, "published")
         for answer in answers:
             self._answer(answer)
         for effect in work:
-            self._do(effect)
+            self._have(type(effect).__name__, self._do, effect)
         if scans:
             self._scan(scans)
+
+    @staticmethod
+    def _have(what: str, step: Callable[..., None], *arguments: object) -> None:
+        """Have an edge do something: a defect of it must not cost what else follows from the event."""
+        try:
+            step(*arguments)
+        except Exception:
+            log.exception("%s failed", what)
 
     def _answer(self, answer: Reply | Refuse) -> None:
         future = self._waiters.get(answer.token)
@@ -379,7 +387,7 @@ class Engine:
             else:
                 bare.append(name)
         if targets:
-            self._holders.request_scan(targets)
+            self._have("asking for a scan", self._holders.request_scan, targets)
         if bare:
             self._loop.call_soon(self._nothing_to_scan, bare)
 
