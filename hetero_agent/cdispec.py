@@ -6,7 +6,7 @@ One specification per lease, with one device, named by the lease's id.  Pure: no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from hetero_agent import names
@@ -59,9 +59,10 @@ def confirming(address: str, interpreter: str) -> Hook:
     return Hook(interpreter, arguments, (*environment, f"PYTHONPATH={root}"))
 
 
-def spec(lease: str, manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
+def spec(lease: str, manifest: Mapping[str, Any], hook: Hook, resolved: Callable[[str], str]) -> dict[str, Any]:
     """Return the specification of LEASE, which gives what its MANIFEST says (access/manifest.py), in
-    the lowest version that has all that it uses."""
+    the lowest version that has all that it uses.  RESOLVED says where a path leads to (realpath(3)); it is
+    asked for paths in /dev only."""
     edits: dict[str, Any] = {
         "env": [f"{name}={value}" for name, value in sorted(_variables(manifest).items())],
         "hooks": [
@@ -75,7 +76,7 @@ def spec(lease: str, manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
         ],
     }
     # a node that several devices share stands once
-    kinds = {path: kind for _, path, _, kind, *_ in manifest["nodes"]}
+    kinds: dict[str, str] = {path: kind for _, path, _, kind, *_ in manifest["nodes"]}
     # no type and no numbers: the runtime takes them from the node as it is when the container starts
     nodes = [
         {"path": path, "permissions": "rw", "fileMode": _NODE_MODE}
@@ -85,13 +86,25 @@ def spec(lease: str, manifest: Mapping[str, Any], hook: Hook) -> dict[str, Any]:
     mounts = [
         _bind(path, path, "rw,nosuid,nodev,noexec") for path, kind in kinds.items() if kind not in _DEVICES
     ]
-    mounts += [_bind(*mount) for mount in manifest["mounts"]]
+    links = {
+        host: target
+        for host, *_ in manifest["mounts"]
+        if host.startswith("/dev/") and kinds.get(target := resolved(host)) in _DEVICES
+    }
+    # a link to a node is another node: bound, it would have the host's owner and mode, and in the
+    # container few are in the host's groups
+    nodes += [
+        {"path": container, "hostPath": links[host], "permissions": "rw", "fileMode": _NODE_MODE}
+        for host, container, _ in manifest["mounts"]
+        if host in links
+    ]
+    mounts += [_bind(*mount) for mount in manifest["mounts"] if mount[0] not in links]
     if nodes:
         edits["deviceNodes"] = nodes
     if mounts:
         edits["mounts"] = mounts
     return {
-        "cdiVersion": _version(lease),
+        "cdiVersion": _version(lease, bool(links)),
         "kind": KIND,
         "devices": [{"name": lease, "containerEdits": edits}],
     }
@@ -112,7 +125,7 @@ def _bind(host: str, container: str, options: str) -> dict[str, Any]:
     return {"hostPath": host, "containerPath": container, "options": [*given, "bind"]}
 
 
-def _version(name: str) -> str:
-    """The lowest version that allows the NAME of a device (specs-go/version.go); all else that is
-    used here is in the first version that runtimes take."""
-    return "0.5.0" if name[0].isdigit() else "0.3.0"
+def _version(name: str, elsewhere: bool) -> str:
+    """The lowest version that allows the NAME of a device, and, if it is used, ELSEWHERE, the path of a node
+    on the host (specs-go/version.go); all else that is used here is in the first version that runtimes take."""
+    return "0.5.0" if elsewhere or name[0].isdigit() else "0.3.0"

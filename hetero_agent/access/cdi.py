@@ -26,7 +26,7 @@ _MODE: Final = 0o644
 
 def spec(grant: Grant, hook: Hook) -> dict[str, Any]:
     """Return the specification of what GRANT gives."""
-    return cdispec.spec(grant.lease, grant.manifest, hook)
+    return cdispec.spec(grant.lease, grant.manifest, hook, os.path.realpath)
 
 
 def file_name(lease: str) -> str:

@@ -1,7 +1,8 @@
-"""The forms in which a manifest is printed: what a shell, podman or systemd reads.  No I/O."""
+"""The forms in which a manifest is printed: what a shell, podman or systemd reads."""
 
 from __future__ import annotations
 
+import os.path
 import re
 import shlex
 import sys
@@ -41,7 +42,9 @@ def cdi(manifest: Manifest, address: str) -> dict[str, Any]:
     """Return the CDI specification as the agent on the bus at ADDRESS writes it."""
     from hetero_agent import cdispec  # noqa: PLC0415
 
-    return cdispec.spec(manifest.lease, manifest.raw, cdispec.confirming(address, sys.executable))
+    return cdispec.spec(
+        manifest.lease, manifest.raw, cdispec.confirming(address, sys.executable), os.path.realpath
+    )
 
 
 def podman(manifest: Manifest) -> list[str]:

@@ -194,6 +194,20 @@ def test_virtual_devices_and_all_that_is_awkward_are_valid(lease: str) -> None:
     assert bare["cdiVersion"] == ("0.5.0" if lease[0] == "0" else "0.3.0")
 
 
+def test_a_link_to_a_node_is_a_node_of_its_own() -> None:
+    """Other paths in /dev, and links to nodes that the lease doesn't have, are bound as they are."""
+    leads = {"/dev/by-path/0": "/dev/npu0", "/dev/by-path/9": "/dev/npu9", "/dev/hugepages": "/dev/hugepages"}
+    mounts = [[host, host, "ro"] for host in [*leads, "/opt/npu"]]
+    made = cdispec.spec("f" * 32, manifest("f" * 32, mounts=mounts), HOOK, leads.__getitem__)
+    validate(made)
+    assert made["cdiVersion"] == "0.5.0"
+    edits = made["devices"][0]["containerEdits"]
+    assert edits["deviceNodes"][3:] == [
+        {"path": "/dev/by-path/0", "hostPath": "/dev/npu0", "permissions": "rw", "fileMode": 0o666}
+    ]
+    assert [one["hostPath"] for one in edits["mounts"][1:]] == ["/dev/by-path/9", "/dev/hugepages", "/opt/npu"]
+
+
 def test_what_is_wrong_is_found() -> None:
     """The check can fail: a type that is none, a field of a later version, one that there is not."""
     good = cdi.spec(grant(), HOOK)

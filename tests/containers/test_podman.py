@@ -333,3 +333,29 @@ def test_the_form_cdi_is_what_the_agent_writes(station: Station) -> None:
     finally:
         own.unlink()
     assert f"HETERO_LEASE_ID={lease}" in done.stdout.splitlines()
+
+
+def test_a_link_to_a_leased_node_is_a_node_in_the_container_that_any_user_can_use(own: Station) -> None:
+    """As /dev/dri/by-path, by which Level Zero finds its cards: bound, it would have the host's mode."""
+    links = Path(f"/dev/hetero-agent-test-{os.getpid()}")  # /dev/shm is nodev in a container
+    links.mkdir()
+    try:
+        (links / "by-path").symlink_to(CONSOLE)
+        (links / "file").write_text("plain\n")
+        mounts = "".join(f'\n[[mounts]]\nhost = "{links}/{name}"\n' for name in ("by-path", "file"))
+        profile = own.agent.profiles / "console.toml"
+        profile.write_text(profile.read_text() + mounts)
+        own.agent.reload()
+        own.wait_idle()
+        lease = own.lease("-r", CONSOLES, "-d", f"tty-{CONSOLE.name}")
+        script = f"exec 3<>{links}/by-path 4<>{CONSOLE} && ls -l {links}/by-path && cat {links}/file"
+        done = own.podman.run(device(lease), "--user=1000", script=script)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("c")
+        assert done.stdout.endswith("plain\n")
+        printed = own.ctl("manifest", lease, "--format", "cdi", code=None)
+        assert printed.code or printed.json["cdiVersion"] == "0.5.0"
+    finally:
+        for path in links.iterdir():
+            path.unlink()
+        links.rmdir()
