@@ -14,7 +14,6 @@ from hetero_agent.core.model import (
     Attribute,
     AuditRecord,
     Binding,
-    Cordon,
     Device,
     Health,
     Holder,
@@ -182,11 +181,14 @@ def history(record: AuditRecord, with_actor: bool) -> dict[str, V]:
     return found
 
 
-def cordon(one: Cordon | None) -> dict[str, V]:
+def cordon(device: Device) -> dict[str, V]:
     """Who keeps a device from being granted, why and since when; empty if nobody does."""
+    one, record = device.cordon, device.record
     if one is None:
         return {}
-    return {"reason": V("s", one.reason), "uid": V("u", u32(one.uid)), "since": V("t", u64(one.real))}
+    told = {"reason": V("s", one.reason), "uid": V("u", u32(one.uid)), "since": V("t", u64(one.real))}
+    own = one.serial == record.serial if one.serial and record.serial else one.device == record.id
+    return told if own else {**told, "card": V("s", record.parent)}
 
 
 def about_device(device: Device) -> dict[str, str]:
@@ -251,7 +253,7 @@ DEVICE: Mapping[str, Callable[[Device, tuple[str, ...]], Any]] = {
     "Since": lambda one, _: u64(one.since.real),
     "SinceBoottime": lambda one, _: u64(one.since.boot),
     "Cordoned": lambda one, _: one.cordon is not None,
-    "Cordon": lambda one, _: cordon(one.cordon),
+    "Cordon": lambda one, _: cordon(one),
     "BlockedBy": lambda _, blockers: list(blockers[:MAX_BLOCKERS]),
     "Vendor": lambda one, _: one.record.vendor[:MAX_NAME],
     "Model": lambda one, _: one.record.model[:MAX_NAME],

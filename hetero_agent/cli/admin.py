@@ -70,7 +70,9 @@ async def _devices(
             out.line(f"{printable(one)} is {word} (not there)")
         for device in found:
             drain = ", offline once its lease has ended" if device.cordoned and device.lease else ""
-            out.line(f"{printable(device.id)} is {word} ({device.state}{drain})")
+            card = printable(device.cordon.get("card", ""))
+            under = f"; its card {card} still is" if device.cordoned and card and word != "cordoned" else ""
+            out.line(f"{printable(device.id)} is {word} ({device.state}{drain}){under}")
     return exitcodes.OK
 
 

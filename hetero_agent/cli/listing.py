@@ -228,7 +228,8 @@ def _cordon(device: Device) -> str:
     if not device.cordon:
         return "yes" if device.cordoned else ""
     uid, since = device.cordon.get("uid", 0), device.cordon.get("since", 0)
-    return f"{device.cordon.get('reason', '')} (by {user_name(uid)}, {ago(since)})"
+    card = f", with its card {device.cordon['card']}" if "card" in device.cordon else ""
+    return f"{device.cordon.get('reason', '')} (by {user_name(uid)}, {ago(since)}{card})"
 
 
 async def _show_lease(client: Client, lease: Lease, out: Printer) -> dict[str, object]:

@@ -54,7 +54,7 @@ class Device:
     stable_id: bool = True
     sysfs: str = ""
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    #: Of its cordon: reason, uid, since.
+    #: Of the cordon that it is under: reason, uid, since, and card if it is that of its card.
     cordon: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

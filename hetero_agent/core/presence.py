@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hetero_agent.core import requests
@@ -31,6 +31,8 @@ from hetero_agent.core.events import (
 from hetero_agent.core.grants import Grants
 from hetero_agent.core.lifecycle import Trigger, row
 from hetero_agent.core.model import (
+    AGENT,
+    Actor,
     AuditKind,
     Cordon,
     Device,
@@ -160,6 +162,7 @@ class Presence:
             world.effect(RequestScan((record.id,)))
         if in_hands(device):
             world.put_device(device)
+            self._recordon(world.units_of(record.id), at)
             self._leased_record(device, old, at)
             if news is not None:
                 self._opine(record.id, Origin.SOURCE, news, at)
@@ -192,7 +195,7 @@ class Presence:
         world = self.world
         cordon = world.cordon_of(record)
         serial = world.serial(record)
-        if cordon is not None and not cordon.serial and serial:
+        if cordon is not None and cordon.device == record.id and not cordon.serial and serial:
             place, cordon = cordon.device, replace(cordon, serial=serial)
             world.put_cordon(place, None)
             world.put_cordon(f"serial:{serial}", cordon)
@@ -373,6 +376,27 @@ class Presence:
             for unit in units:
                 if unit in self.world.devices:
                     self._opine(unit, Origin.PARENT, opinion, at)
+            self._recordon(units, at)
+
+    def _recordon(
+        self, device_ids: Iterable[str], at: Instant, actor: Actor = AGENT, request_id: str = ""
+    ) -> None:
+        """Have these devices, and their units, under the cordons that hold for them now."""
+        world = self.world
+        for device_id in device_ids:
+            known = world.devices.get(device_id)
+            cordon = world.cordon_of(known.record) if known is not None else None
+            if known is None or cordon == known.cordon:
+                continue
+            changed = replace(known, cordon=cordon)
+            if cordon is None and known.present:
+                world.effect(WatchHealth(known.id, known.record, repaired=True))
+            if in_hands(changed):
+                world.put_device(changed)
+            else:
+                trigger = Trigger.UNCORDON if cordon is None else Trigger.CORDON
+                world.move(changed, trigger, at, actor=actor, request_id=request_id)
+            self._recordon(world.units_of(device_id), at, actor, request_id)
 
     def cards_gone(self, at: Instant) -> None:
         """The units of what is gone since the event began no longer suffer from it."""
@@ -493,18 +517,7 @@ class Presence:
             actor=call.actor,
             request_id=call.request_id,
         )
-        trigger = Trigger.UNCORDON if wait.cordon is None else Trigger.CORDON
-        for known in list(world.devices.values()):
-            cordon = world.cordon_of(known.record)
-            if cordon == known.cordon:
-                continue
-            changed = replace(known, cordon=cordon)
-            if cordon is None and known.present:
-                world.effect(WatchHealth(known.id, known.record, repaired=True))
-            if in_hands(changed):
-                world.put_device(changed)
-            else:
-                world.move(changed, trigger, event.at, actor=call.actor, request_id=call.request_id)
+        self._recordon(list(world.devices), event.at, call.actor, call.request_id)
         requests.remember(world, key, call.fingerprint, "{}", event.at)
         for token in wait.tokens:
             world.effect(Reply(token, "{}"))

@@ -215,14 +215,27 @@ class World(Roster):
         return found
 
     def cordons_at(self, place: str) -> list[str]:
-        """The keys of the cordons of what was at a place and is not here now: no device is under them."""
-        under = {device.cordon for device in self.devices.values()}
-        return [key for key in sorted(self._placed.get(place, ())) if self.cordons[key] not in under]
+        """The keys of the cordons of what was at a place and is not here now: no device is under them
+        itself."""
+        under = {key for device in self.devices.values() for key in self.cordons_of(device.record)}
+        return [key for key in sorted(self._placed.get(place, ())) if key not in under]
 
     def cordon_of(self, record: DeviceRecord) -> Cordon | None:
-        """The cordon that a device is under."""
-        found = self.cordons_of(record)
-        return self.cordons[found[0]] if found else None
+        """The cordon that a device is under: its own, else that of its card, also while that is not
+        there (a physical function, as long as it has virtual ones)."""
+        seen = {record.id}
+        while True:
+            found = self.cordons_of(record)
+            if found:
+                return self.cordons[found[0]]
+            if not record.parent or record.parent in seen:
+                return None
+            seen.add(record.parent)
+            card = self.devices.get(record.parent)
+            if card is None:
+                left = sorted(self._placed.get(record.parent, ()))
+                return self.cordons[left[0]] if left else None
+            record = card.record
 
     # -- moving a device ---------------------------------------------------------------------------
     def facts(self, device: Device) -> Facts:

@@ -408,6 +408,22 @@ def test_cordon_and_uncordon(ctl: Ctl, agent: AgentProcess) -> None:
     assert set(states(ctl).values()) == {"idle"}
 
 
+def test_the_cordon_of_a_card_is_its_parts_too(ctl: Ctl) -> None:
+    for name, more in (("card", ()), ("part", ("--parent", "card"))):
+        ctl("sim", "add", name, "-r", NPU, *more)
+    wait_state(ctl, "part", "idle")
+    ctl("cordon", "card", "--reason", "fan")
+    one = device(ctl, "part")
+    assert (one["state"], one["cordoned"], one["cordon"]["card"]) == ("offline", True, "card")
+    assert re.search(
+        r"^cordoned: +fan \(by root, .*, with its card card\)$", ctl("show", "part").out, re.MULTILINE
+    )
+    assert ctl("uncordon", "part").out == ("part is not cordoned any more (offline); its card card still is\n")
+    assert ctl("uncordon", "card").out == "card is not cordoned any more (idle)\n"
+    assert device(ctl, "part")["state"] == "idle"
+    ctl("sim", "remove", "part")  # before its card
+
+
 def test_uncordon_of_a_device_that_is_not_there(ctl: Ctl) -> None:
     ctl("sim", "add", "away", "-r", NPU)
     wait_until(lambda: "away" in states(ctl))

@@ -852,7 +852,10 @@ class History(RuleBasedStateMachine):
         self.cordoned = {key: one.device for key, one in self.host.governor.world.cordons.items()}
         device = self.host.governor.devices.get(event.device)
         if device is not None and device.record.serial == self.meant.pop(event.token, None):
-            assert (device.cordon is None) is (event.reason is None)
+            own = self.host.governor.world.cordons_of(device.record)
+            assert (not own) is (event.reason is None)
+            # that of its card may hold on
+            assert device.cordon is not None or event.reason is None
 
     @rule(pick=picks, other=picks)
     def reap(self, pick: int, other: int) -> None:
@@ -984,6 +987,8 @@ class History(RuleBasedStateMachine):
     def _day(self) -> None:
         """A day passes: what was spent before is forgotten."""
         self.do(Tick(self.host.later(25 * HOUR)))
+        # once more: the agent may have died at that, or the disk may have been full
+        self.do(Tick(self.host.later()))
         requests = self.host.governor.world.requests
         gone = [one for one, at in self.spent.items() if at + MEMORY <= self.host.boot - 60 * SECOND]
         for key in gone:
@@ -1139,7 +1144,12 @@ class History(RuleBasedStateMachine):
             lease = world.leases.get(lease_id)
             alive = lease is not None and lease.alive
             asked = any(
-                (isinstance(work, RenewAccess) and work.lease == lease)
+                # what it was asked for before another binding or deadline is answered all the same
+                (
+                    isinstance(work, RenewAccess)
+                    and alive
+                    and (work.lease.id, work.lease.lost) == (lease_id, lease.lost)
+                )
                 or (isinstance(work, RevokeAccess) and work.lease == lease_id)
                 for work in self.work
             )

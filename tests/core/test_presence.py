@@ -543,6 +543,55 @@ def test_a_cordon_of_one_part_is_not_the_cards() -> None:
     assert (host.state("c"), host.state("p")) == ("idle", "offline")
 
 
+def test_a_cordon_of_a_card_is_its_units_too() -> None:
+    host = host_with(card("c", 1), card("c-p0", 2, parent="c"), card("c-p1", 3, parent="c"), card("d", 4))
+    lease = host.use(devices=("c-p1",))
+    host.cordon("c", "fan")
+    assert [host.state(one) for one in ("c", "c-p0", "c-p1", "d")] == ["offline", "offline", "in-use", "idle"]
+    assert host.device("c-p0").cordon.reason == "fan"  # type: ignore[union-attr]
+    # the unit's own is another one; without it that of the card holds
+    host.cordon("c-p0", "ECC")
+    assert host.device("c-p0").cordon.reason == "ECC"  # type: ignore[union-attr]
+    host.cordon("c-p0", None)
+    assert (host.state("c-p0"), host.device("c-p0").cordon.reason) == ("offline", "fan")  # type: ignore[union-attr]
+    # units that come later are under it, those in use once they are back
+    host.observe(card("c-p2", 5, parent="c"))
+    host.release(lease.id)
+    host.scan()
+    assert [host.state(one) for one in ("c-p1", "c-p2")] == ["offline", "offline"]
+    host.restart()
+    host.observe(card("c-p0", 2, parent="c"), card("c", 1), complete=True)
+    host.scan()
+    assert host.state("c-p0") == "offline"
+    host.cordon("c", None)
+    assert [host.state(one) for one in ("c", "c-p0")] == ["idle", "idle"]
+    assert host.store.cordons == {}
+
+
+def test_a_cordon_of_a_physical_function_is_that_of_its_virtual_ones() -> None:
+    host = host_with(card("pf", 1))
+    host.cordon("pf")
+    # while it has virtual functions it is no device itself
+    host.observe(card("vf", 2, parent="pf"), gone=("pf",))
+    host.scan()
+    assert (host.state("vf"), host.device("vf").reason) == ("offline", "cordoned")
+    host.cordon("vf", None)
+    assert host.state("vf") == "offline"
+    host.body(host.cordon("pf", None))
+    assert host.state("vf") == "idle"
+    assert host.store.cordons == {}
+
+
+def test_a_card_that_is_another_one_takes_its_cordon_from_its_units() -> None:
+    host = host_with(card("c", 1, serial="A"), card("c-p0", 2, parent="c"))
+    host.cordon("c")
+    host.observe(card("c", 1, serial="B"))
+    host.scan()
+    assert [host.state(one) for one in ("c", "c-p0")] == ["idle", "idle"]
+    host.observe(card("c", 1, serial="A"))
+    assert [host.state(one) for one in ("c", "c-p0")] == ["offline", "offline"]
+
+
 def test_cordon_and_uncordon_while_leased() -> None:
     host = host_with(card("d", 1))
     lease = host.use()
