@@ -180,6 +180,9 @@ class HealthEdge:
         else:
             replaced = bool(record.serial and patient.record.serial and record.serial != patient.record.serial)
             old = patient.standing
+            if not patient.blocked:
+                # an answer that is still to come is about what was there before
+                patient = Patient(record, {}, symptoms)
             fresh = Standing() if replaced else Standing(latch=old.latch, left=old.left)
             patient.standing = verdict.reset(fresh)
             patient.said, patient.sample = {}, None
@@ -191,7 +194,7 @@ class HealthEdge:
         patient = self._roster.drop(device)
         if patient is None:
             return
-        if patient.standing.latch or patient.standing.left or patient.blocked or patient.busy:
+        if patient.standing.latch or patient.standing.left or patient.blocked:
             if len(self._departed) >= _DEPARTED:
                 del self._departed[next(iter(self._departed))]
             self._departed[device] = patient

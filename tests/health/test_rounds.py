@@ -98,6 +98,55 @@ def test_what_a_probe_finds_otherwise_than_before_is_read_again(tmp_path: Path) 
     with_rig(test, tmp_path, symptoms={"test": Symptoms(probes=("rdma-port",))})
 
 
+def test_a_device_that_goes_while_it_waits_for_a_probe_is_probed_when_it_is_back(tmp_path: Path) -> None:
+    slow, other = many(tmp_path, 2, config="de10")
+    fifo(slow / "config")
+
+    async def test(rig: Rig) -> None:
+        watch(rig, slow)
+        lanes = rig.edge._rounds
+        await wait_until_async(lambda: lanes._lane is not None, what="a round that waits for the first")
+        watch(rig, other)
+        await wait_until_async(lambda: other.name in lanes._queue, what="the second in the queue")
+        rig.edge.watch(other.name, None, False)
+        await wait_until_async(lambda: lanes._lane is None, what="the end of the round")
+        watch(rig, other)
+        await rig.until(other.name, H.HEALTHY)
+        with open(slow / "config", "wb"):
+            rig.edge.watch(slow.name, None, False)
+
+    with_rig(test, tmp_path)
+
+
+def test_an_answer_about_what_was_there_before_does_not_count(tmp_path: Path) -> None:
+    """A device is replaced by another while it is being probed."""
+    path = device_directory(tmp_path, infiniband__mlx5_0__ports__1__state="4: ACTIVE")
+    state = path / "infiniband/mlx5_0/ports/1/state"
+    fifo(state)
+    os.link(state, tmp_path / "old")
+
+    async def test(rig: Rig) -> None:
+        watch(rig, path)
+        writer: list[int] = []
+
+        def read() -> bool:
+            with contextlib.suppress(OSError):
+                writer.append(os.open(tmp_path / "old", os.O_WRONLY | os.O_NONBLOCK))
+            return bool(writer)
+
+        await wait_until_async(read, what="the probe of the first")
+        rig.edge.watch(path.name, None, False)
+        state.unlink()
+        state.write_text("4: ACTIVE\n")
+        watch(rig, path)
+        os.write(writer[0], b"1: DOWN\n")
+        os.close(writer[0])
+        await rig.until(path.name, H.HEALTHY)
+        assert [one.health for one in rig.said(path.name)] == [H.HEALTHY]
+
+    with_rig(test, tmp_path, symptoms={"test": Symptoms(probes=("rdma-port",))})
+
+
 def test_a_blip_is_over_with_the_first_good_probe(tmp_path: Path) -> None:
     path = device_directory(tmp_path, config="de10")
     table = replace(FAST, interval=2.0, confirm=0.5)
