@@ -80,7 +80,7 @@ def ctl(station: Station) -> Iterator[Ctl]:
     yield station.ctl()
     ctl = station.ctl()
     for lease in ctl.json("leases"):
-        ctl("release", lease["id"])
+        ctl("release", lease["id"], code=None)  # it may have ended by now: its command did
     listed = {one["id"]: one["health"] for one in ctl.json("sim", "list")["devices"]}
     for name, health in listed.items():
         if name not in station.devices:

@@ -107,7 +107,7 @@ def test_nobody_types(
         code, shown = terminal.wait()
     assert code == 77
     assert "nobody has authenticated within 3 s" in shown
-    assert question.ticket in authority.cancelled
+    wait_until(lambda: question.ticket in authority.cancelled, what="the question taken back")
 
 
 def test_an_agent_that_is_there_is_used(

@@ -89,8 +89,7 @@ def ctl(unit_bus: PrivateBus, manager: Manager) -> Iterator[Ctl]:
             one("sim", "add", "npu", "-r", NPU, "-n", "2")
             wait_until(
                 lambda: [each["state"] for each in one.json("list")["devices"]] == ["idle"] * 2,
-                20,
-                "idle devices",
+                what="idle devices",
             )
             yield one
         finally:

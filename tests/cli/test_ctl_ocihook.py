@@ -8,6 +8,7 @@ import io
 import json
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.agent import GROUP_GID, MEMBER, OTHER_MEMBER, OUTSIDER, Agent
 from tests.support.calls import Client, as_user
 from tests.support.ctl import Ctl
 from tests.support.process import PYTHON
+from tests.support.wait import wait_until
 
 SCENARIO = """
 [[device]]
@@ -60,7 +62,10 @@ def hook(
 
 
 def sleeper(uid: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([*as_user(uid), "sleep", "600"])
+    """A process that is UID's by now."""
+    process = subprocess.Popen([*as_user(uid), "sleep", "600"])
+    wait_until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", what="the process")
+    return process
 
 
 @pytest.mark.parametrize("uid", [0, MEMBER])

@@ -243,7 +243,8 @@ def test_a_bus_that_restarts_in_mid_call_is_found_again(bus: PrivateBus) -> None
 
 
 def test_an_agent_that_stays_away_is_given_up(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "PATIENCE", 0.3)
+    # counted from when it went, which is some time before that is seen here
+    monkeypatch.setattr(session, "PATIENCE", 2.0)
 
     async def go(client: Client) -> None:
         await client.status()
@@ -252,7 +253,7 @@ def test_an_agent_that_stays_away_is_given_up(standin: StandIn, monkeypatch: pyt
         began = time.monotonic()
         with pytest.raises(NoAgent):
             await client.status()
-        assert 0.1 < time.monotonic() - began < 20
+        assert 0.1 < time.monotonic() - began < 30
         for _ in range(4):
             began = time.monotonic()
             with pytest.raises(NoAgent):
