@@ -181,7 +181,7 @@ def test_one_that_hangs_is_not_waited_for_and_does_nothing_late(helper: AccessHe
         started = time.monotonic()
         with pytest.raises(AccessError, match="does not answer within"):
             await one.prepare(grant(CONSOLE))
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 20
         assert "does not answer" in one.problem
         with pytest.raises(AccessError, match="does not answer within"):
             await one.revoke(LEASE)
@@ -334,7 +334,7 @@ def test_callers_of_other_users_are_sent_away(helper: AccessHelper) -> None:
         check=False,
     )
     assert done.stdout == "b''\n" or "Error" in done.stderr, done
-    assert f"refused: uid {UID} may not ask" in helper.log
+    helper.wait_for_log(f"refused: uid {UID} may not ask")
     asked(helper, prepare)
 
 

@@ -119,7 +119,7 @@ def test_terminals_and_ptmx() -> None:
 @pytest.fixture
 def device_file(tmp_path: Path) -> Iterator[Path]:
     """A device file in a directory that is root's all the way down."""
-    directory = Path("/run/hetero-agent-test-verify")
+    directory = Path(f"/run/hetero-agent-test-{os.getpid()}")
     directory.mkdir(mode=0o755)
     path = directory / "npu0"
     path.touch()
@@ -206,7 +206,7 @@ def test_copies_of_a_node_elsewhere(tmp_path: Path) -> None:
     for directory in ("/dev/shm", "/dev/mqueue"):
         if not Path(directory).is_dir():
             continue
-        other = Path(directory) / "hetero-agent-test-copy"
+        other = Path(directory) / f"hetero-agent-test-{os.getpid()}"
         os.mknod(other, stat.S_IFCHR | 0o600, number)
         try:
             assert "another file system" in refused(other)

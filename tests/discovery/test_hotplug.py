@@ -271,7 +271,7 @@ def test_a_read_that_hangs_costs_only_its_device() -> None:
     async def body(mock: Bed) -> None:
         sick = amd_card(mock, CARD, 0, vbios_version="good\n")
         well = amd_card(mock, "0000:04:00.0", 1)
-        async with watching(read_deadline=2.0) as seen:
+        async with watching(read_deadline=5.0) as seen:
             # a FIFO whose writer says nothing: read(2) doesn't return
             pipe = mock.real(f"{sick}/vbios_version")
             pipe.unlink()

@@ -17,6 +17,7 @@ from hetero_agent.core.ports import ProcessFacts
 from hetero_agent.holders import process
 from hetero_agent.holders.process import identify
 from tests.holders.holding import NOWHERE, STRANGER, Child, Rig, as_user, holding, now, with_rig
+from tests.support.timing import within
 from tests.support.wait import wait_until
 
 
@@ -81,6 +82,8 @@ def test_a_kernel_thread_has_no_facts() -> None:
 
 
 def test_the_end_of_a_killed_process_is_told_at_once() -> None:
+    took: list[float] = []
+
     async def test(rig: Rig) -> None:
         with holding(NOWHERE, "none") as child:
             rig.edge.watch_process("lease", bound(child))
@@ -93,10 +96,15 @@ def test_the_end_of_a_killed_process_is_told_at_once() -> None:
             # not reaped yet: a zombie has ended
             assert os.path.exists(f"/proc/{child.pid}")
             assert (gone.lease, gone.how) == ("lease", "pid")
-            assert before <= gone.at.boot < before + 500_000
+            assert before <= gone.at.boot
+            took.append((gone.at.boot - before) / 1e6)
         assert rig.edge.stats()["watched-processes"] == 0
 
-    with_rig(test)
+    def attempt() -> float:
+        with_rig(test)
+        return took[-1]
+
+    within(0.5, attempt)
 
 
 @pytest.mark.parametrize("difference", [-1, 1])

@@ -117,7 +117,7 @@ def test_a_file_that_is_read_slowly_is_waited_for(path: Path, monkeypatch: pytes
         time.sleep(0.1)
         return decode(kind, text)
 
-    monkeypatch.setattr(lasting_module, "_START_WAIT", 0.5)
+    monkeypatch.setattr(lasting_module, "_START_WAIT", 1.2)
     monkeypatch.setattr(lasting_file, "decode", slow)
     with opened(path) as (_, restored):
         assert restored.cordons == [samples.cordon()]
