@@ -152,6 +152,12 @@ class AgentProcess(Program):
         wait_until(lambda: self.notify.lines("RELOADING=1", before), what="RELOADING=1")
         wait_until(lambda: self.notify.lines("READY=1", before), what="READY=1 after the reload")
 
+    def wait(self, timeout: float = 30) -> int:
+        """As of any program; all that it has notified is known then."""
+        status = super().wait(timeout)
+        self.notify.settle()
+        return status
+
     def close(self) -> None:
         super().close()
         self.notify.close()

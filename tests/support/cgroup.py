@@ -55,8 +55,7 @@ def control_group(*paths: str) -> Iterator[list[ControlGroup]]:
         yield groups
     finally:
         for directory in reversed(made):
-            _empty(directory, top)
-            wait_until(lambda one=directory: _removed(one), what=f"the end of {directory}")
+            wait_until(lambda one=directory: _removed(one, top), what=f"the end of {directory}")
         subprocess.run(["umount", str(top)], check=True)
         top.rmdir()
 
@@ -67,10 +66,13 @@ def _empty(directory: Path, top: Path) -> None:
             (top / "cgroup.procs").write_text(pid)
 
 
-def _removed(directory: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            os.rmdir(directory)
-        except OSError:
-            return False
+def _removed(directory: Path, top: Path) -> bool:
+    try:
+        # each time: what was in there may have forked meanwhile
+        _empty(directory, top)
+        os.rmdir(directory)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
     return True

@@ -15,6 +15,7 @@ from tests.support.namespace import mount
 from tests.support.wait import wait_until
 
 _JOURNALS = "/run/log/journal"
+_SYNC = ["journalctl", "--sync"]
 _CONFIG = "[Journal]\nStorage=volatile\nReadKMsg={}\nRateLimitIntervalSec=0\nAudit=no\n"
 
 
@@ -51,6 +52,8 @@ class Journald:
         """Start it and wait until it takes messages."""
         self.process = subprocess.Popen(["/lib/systemd/systemd-journald"], stderr=subprocess.DEVNULL)
         wait_until(Path("/run/systemd/journal/socket").exists, what="journald's socket")
+        # it heeds signals and answers only some time after that
+        wait_until(lambda: subprocess.run(_SYNC, check=False).returncode == 0, what="an answer of journald")
 
     def stop(self) -> None:
         """End it; its socket goes too."""
@@ -69,7 +72,7 @@ class Journald:
 
     def entries(self, *matches: str) -> list[dict[str, Any]]:
         """The entries that MATCHES (FIELD=value) select, oldest first, as journalctl gives them."""
-        subprocess.run(["journalctl", "--sync"], check=True, timeout=20)
+        subprocess.run(_SYNC, check=True, timeout=60)
         done = subprocess.run(
             ["journalctl", "-D", _JOURNALS, "--no-pager", "-o", "json", *matches],
             check=True,

@@ -101,8 +101,7 @@ class Workload:
                 os.readlink(f"/proc/{self.pid}/ns/net") != here
                 and Path(f"/proc/{self.pid}/comm").read_text() == "sleep\n"
             ),
-            10,
-            "a network namespace of its own",
+            what="a network namespace of its own",
         )
 
     @property

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.wait import wait_until
+from tests.support.wait import PATIENCE, wait_until
 
 #: The top of the checkout: programs are started from here.
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +23,8 @@ PYTHON = "/usr/bin/python3"
 
 #: Every process and its log since the running test began; a failing test shows them.
 logs: list[tuple[str, Path]] = []
+
+_SETTLE = b"\0settle"
 
 
 def scratch(prefix: str) -> Path:
@@ -38,6 +40,7 @@ class Notifications:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.messages: list[tuple[float, str]] = []
+        self._settled = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -51,7 +54,17 @@ class Notifications:
                 return
             if not data:
                 return
+            if data == _SETTLE:
+                self._settled.set()
+                continue
             self.messages.append((time.monotonic(), data.decode("utf-8", "replace")))
+
+    def settle(self) -> None:
+        """Wait until all that was sent so far has been read."""
+        self._settled.clear()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(_SETTLE, str(self.path))
+        assert self._settled.wait(PATIENCE), "the notifications are not read"
 
     def lines(self, prefix: str = "", since: int = 0) -> list[str]:
         """Return the lines that begin with PREFIX, of messages from number SINCE on."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def ask_raw(path: Path, line: bytes, timeout: float = 30) -> dict[str, Any]:
+def ask_raw(path: Path, line: bytes, timeout: float = 90) -> dict[str, Any]:
     """Send one line, return the decoded reply line."""
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(timeout)
