@@ -77,6 +77,8 @@ class Presence:
         self.returns = returns
         self._cordons: dict[RequestKey, _CordonWait] = {}
         self._unseen: dict[str, None] = {}
+        #: Devices that got other nodes while a lease has them.
+        self._renumbered: dict[str, None] = {}
 
     def expect(self, device_id: str) -> None:
         """A device known only from the ledger: gone if its source's first word lacks it."""
@@ -106,6 +108,25 @@ class Presence:
                 device = world.devices.get(device_id)
                 if device is not None and device.record.source == event.source:
                     self._gone(device, event.at)
+        self._overtaken(event.at)
+
+    def _overtaken(self, at: Instant) -> None:
+        """A device whose former node is another's by now was away, though nobody saw it go: what its
+        lease gives is the other's."""
+        world = self.world
+        for device_id in list(self._renumbered):
+            device = world.devices.get(device_id)
+            if device is None or not in_hands(device) or not device.former:
+                world.discard(self._renumbered, device_id)
+            elif device.state is not State.LOST and self.returns.overtaken(device):
+                lease = world.leases.get(device.lease)
+                world.move(device, Trigger.UNPLUGGED, at, reason="another device has its node")
+                if lease is not None:
+                    self.grants.lost(lease, device_id, at)
+                device = world.devices[device_id]
+                if device.state is State.LOST:
+                    lease = world.leases.get(device.lease)
+                    self.returns.owe(device, lease, Trigger.RETURNED, at, reason="back")
 
     def _record(self, record: DeviceRecord, at: Instant) -> None:
         world = self.world
@@ -162,6 +183,8 @@ class Presence:
             world.effect(RequestScan((record.id,)))
         if in_hands(device):
             world.put_device(device)
+            if device.former:
+                world.assign(self._renumbered, device.id, None)
             self._recordon(world.units_of(record.id), at)
             self._leased_record(device, old, at)
             if news is not None:

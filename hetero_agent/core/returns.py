@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hetero_agent.core import requests
@@ -154,13 +154,22 @@ class Returns:
         before = [node for node in former if node.key not in here]
         if not before:
             return own
-        taken = {
-            node.key
-            for other in self.world.devices.values()
-            if other.id != device.id
-            for node in other.record.own_nodes
-        }
+        taken = {node.key for other in self._others(device) for node in other.record.own_nodes}
         return (*own, *(node for node in before if node.key not in taken))
+
+    def overtaken(self, device: Device) -> bool:
+        """Whether a node that a device had is another's now, and not one that it shared with that."""
+        here = {node.key for node in device.record.own_nodes}
+        before = {node.key for node in device.former} - here
+        return any(
+            node.key in before
+            for other in self._others(device)
+            if not other.record.parent or other.record.parent != device.record.parent
+            for node in other.record.own_nodes
+        )
+
+    def _others(self, device: Device) -> Iterator[Device]:
+        return (other for other in self.world.devices.values() if other.id != device.id)
 
     def role_of(self, device: Device, holder: Holder) -> str:
         """What a holder of a device counts as: ``lease`` (the lease's that has it), ``leftover``

@@ -512,6 +512,7 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "reaps": returns._reaps,
         "cordon waits": presence._cordons,
         "unseen": presence._unseen,
+        "renumbered": presence._renumbered,
         "order": {resource: order(governor, resource) for resource in world._members},
     }
     # the records are frozen, so copies of the tables (and the sets and lists in them) are enough

@@ -14,6 +14,7 @@ from hetero_agent.core.effects import (
     ErrorKind,
     HealthChanged,
     LeaseChanged,
+    RenewAccess,
     StoreCordon,
     UnwatchOwner,
     WatchNodes,
@@ -21,12 +22,14 @@ from hetero_agent.core.effects import (
 from hetero_agent.core.events import CordonStored, ProviderGone
 from hetero_agent.core.model import (
     AuditKind,
+    Binding,
     Cordon,
     DeviceRecord,
     Health,
     Node,
     Obstacle,
     OnFault,
+    ProcessRef,
     Result,
     Role,
 )
@@ -396,6 +399,53 @@ def test_a_provider_goes_while_its_device_is_leased() -> None:
     assert (host.state("v"), host.device("v").reason) == ("faulty", "provider-gone")
     gone(host, back=True)
     assert host.state("v") == "idle"
+
+
+# -- nodes that change hands -----------------------------------------------------------------------
+@pytest.mark.parametrize("first", ["d", "e"])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_leased_device_whose_node_is_anothers_now_was_away(first: str, at_once: bool) -> None:
+    """Both drivers were bound anew, and nobody saw it: what the lease gives is the other device."""
+    d, e = card("d", 1), card("e", 2)
+    host = host_with(d, e)
+    lease = host.use(devices=("d",))
+    changed = [replace(d, nodes=e.nodes), replace(e, nodes=d.nodes)]
+    if first == "e":
+        changed.reverse()
+    if at_once:
+        host.observe(*changed)
+    else:
+        for one in changed:
+            host.observe(one)
+    assert host.state("d") == "reclaiming"
+    assert host.governor.leases[lease.id].lost == ("d",)
+    [renewal] = host.of(RenewAccess)
+    assert renewal.lease.lost == ("d",)
+    host.scan()
+    assert host.states() == {"d": "idle", "e": "idle"}
+    assert host.governor.presence._renumbered == {"d": None}
+    host.observe(d)
+    assert host.governor.presence._renumbered == {}
+
+
+def test_a_lease_that_goes_with_its_device_ends_when_that_was_away() -> None:
+    d, e = card("d", 1), card("e", 2)
+    host = host_with(d, e)
+    lease = host.use(devices=("d",), on_fault=OnFault.KILL)
+    host.observe(replace(d, nodes=e.nodes), replace(e, nodes=d.nodes))
+    assert host.governor.leases[lease.id].result is Result.UNPLUGGED
+    host.scan()
+    assert host.states() == {"d": "idle", "e": "idle"}
+
+
+def test_shares_that_get_another_node_together_were_not_away() -> None:
+    shared, other = own(50), own(51)
+    shares = [card(f"s-{index}", resource="v/share", parent="s", nodes=(shared,)) for index in (1, 2)]
+    host = host_with(card("s", 5), *shares)
+    host.use("v/share", binding=Binding(pid=ProcessRef(42, 1)))
+    for one in shares:
+        host.observe(replace(one, nodes=(other,)))
+    assert host.state("s-1") == "in-use"
 
 
 # -- cordons ---------------------------------------------------------------------------------------
