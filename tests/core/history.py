@@ -499,6 +499,27 @@ class History(RuleBasedStateMachine):
         self.plugged[one] = record
         self.do(Observed(self.host.later(), "kernel", (record,)))
 
+    @rule(pick=picks, other=picks, at_once=st.booleans())
+    def exchange(self, pick: int, other: int, at_once: bool) -> None:
+        """Two drivers are bound anew between two looks: each device has the other's node."""
+        names = [
+            one
+            for one, record in self.plugged.items()
+            if record.source == "kernel" and record.own_nodes and not one.startswith("s-")
+        ]
+        first, second = self._pick(pick, names), self._pick(other, names)
+        if first is None or second is None or first == second:
+            return
+        nodes = {first: self.plugged[second].nodes, second: self.plugged[first].nodes}
+        for process in self.processes.values():
+            process.holds -= {first, second}
+        for one, its in nodes.items():
+            self.plugged[one] = replace(self.plugged[one], nodes=its)
+            self.all[one] = replace(self.all[one], nodes=its)
+        records = [self.plugged[one] for one in nodes]
+        for some in [records] if at_once else [records[:1], records[1:]]:
+            self.do(Observed(self.host.later(), "kernel", tuple(some)))
+
     @rule(pick=picks, health=st.sampled_from(list(Health)))
     def fault(self, pick: int, health: Health) -> None:
         device = self._pick(pick, self.host.governor.devices.values())
@@ -819,7 +840,10 @@ class History(RuleBasedStateMachine):
 
     @rule(pick=picks, lift=st.booleans())
     def cordon(self, pick: int, lift: bool) -> None:
-        devices = [one for one in self.host.governor.devices.values() if not lift or one.cordon]
+        devices = list(self.host.governor.devices.values())
+        waiting = {one.event.device for one in self.host.governor.presence._cordons.values()}
+        if lift and pick % 4:
+            devices = [one for one in devices if one.cordon or one.id in waiting]
         device = self._pick(pick, devices)
         if device is None:
             return
@@ -885,6 +909,9 @@ class History(RuleBasedStateMachine):
             # what concerns the interfaces of one lease is done in the order in which it was wanted
             mine = [one for one in self.work if isinstance(one, AttachAccess)]
             effect = next(one for one in mine if one.lease.id == effect.lease.id)
+        elif isinstance(effect, StoreCordon):
+            # one thread stores what it is told to in that order
+            effect = next(one for one in self.work if isinstance(one, StoreCordon))
         self.work.remove(effect)
         self._work_done(effect, well)
 
@@ -1062,6 +1089,7 @@ class History(RuleBasedStateMachine):
                 if device.state is not State.LOST:
                     assert (device.state is State.IN_USE) is lease.confirmed
                     assert device.present
+                    assert not governor.returns.overtaken(device), "it gives what is another device's"
         for debt in debts.values():
             assert debt.device in governor.devices
             assert not debt.lease or debt.lease in governor.leases
