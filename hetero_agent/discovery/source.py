@@ -20,7 +20,7 @@ from hetero_agent.core import address
 from hetero_agent.core.events import Event, Observed
 from hetero_agent.core.model import DeviceRecord, Instant, Obstacle
 from hetero_agent.core.symptoms import Symptoms
-from hetero_agent.discovery import correlate, monitor, profiles, sysfs, vendors
+from hetero_agent.discovery import correlate, monitor, profiles, reader, sysfs, vendors
 from hetero_agent.discovery.facts import DeviceFacts
 from hetero_agent.discovery.links import LinkNews
 from hetero_agent.discovery.readers import NoReaderError, Readers, ReadTimeoutError
@@ -445,13 +445,17 @@ class KernelSource:
         return cards if self._kfd_generation != before else ()
 
     def _with_late_nodes(self) -> Iterable[str]:
-        """Return the devices that wait for a node which has come without a uevent (nvidia-modprobe
-        makes its nodes by mknod), and the cards whose MIG instances came or went."""
+        """Return the devices with a node which has come, or become another, without a uevent (nvidia-modprobe
+        makes its nodes by mknod, that of nvidia-uvm at the first use of CUDA), and the cards whose MIG
+        instances came or went."""
+        look = functools.cache(reader.node)  # a host's cards have most of them in common
         for anchor, facts in self._facts.items():
             whole, *units = self._correlated[anchor].drafts or (None,)
             profile = self._profile_of(facts)
             waits = any(one and one.record.obstacle is Obstacle.NO_NODE for one in units or (whole,))
-            if (waits and sysfs.missing_node_changed(facts, profile)) or (
-                "nvidia-mig" in profile.facts and sysfs.instances_changed(facts)
+            if (
+                sysfs.named_node_changed(facts, profile, look)
+                or (waits and sysfs.missing_node_changed(facts, profile))
+                or ("nvidia-mig" in profile.facts and sysfs.instances_changed(facts))
             ):
                 yield anchor

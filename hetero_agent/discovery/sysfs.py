@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -77,6 +77,20 @@ def missing_node_changed(facts: DeviceFacts, profile: Profile) -> bool:
     paths += [path for rule in profile.nodes if rule.path and (path := fill(rule.path, facts.told))]
     paths += [one.node(minor) for one in facts.mig for minor in (one.gpu_capability, one.compute_capability)]
     return any(reader.node(path) != facts.nodes.get(path) for path in paths)
+
+
+def named_node_changed(
+    facts: DeviceFacts, profile: Profile, look: Callable[[str], reader.NodeStat | None]
+) -> bool:
+    """Tell whether a node that the profile names by its path came, went or has another number since FACTS
+    were read, as LOOK (`reader.node`) sees it.  Such a node is no device in sysfs and has no uevents."""
+    paths = (fill(rule.path, facts.told) for rule in profile.nodes if rule.path)
+    return any(path and _identity(look(path)) != _identity(facts.nodes.get(path)) for path in paths)
+
+
+def _identity(node: reader.NodeStat | None) -> tuple[str, int, int] | None:
+    """What a node is, whoever may open it."""
+    return (node.kind, node.major, node.minor) if node else None
 
 
 def instances_changed(facts: DeviceFacts) -> bool:
