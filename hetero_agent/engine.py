@@ -65,6 +65,9 @@ log = logging.getLogger("hetero_agent.engine")
 #: Events handled in one turn of the loop before others get theirs.
 BUDGET = 64
 
+#: Seconds between attempts to store what can't be undone, while there is no room for it.
+STORE_AGAIN = 1.0
+
 #: Boot µs after a start or a sleep in which nothing expires.
 LOOK_FIRST = 1_000_000
 
@@ -116,6 +119,7 @@ class Engine:
         self._waiters: dict[Token, asyncio.Future[str]] = {}
         self._last_token = 0
         self._backlog = Changes()
+        self._store_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
         self._not_before = 0
@@ -174,8 +178,10 @@ class Engine:
         if hasattr(self, "_jobs"):
             # a start that fails early ends before it has its edges
             await self._jobs.stop()
-        if self._backlog:
-            self._store(Changes())
+        if self._store_timer is not None:
+            self._store_backlog()
+        if self._store_timer is not None:
+            self._store_timer.cancel()
 
     # -- what the bus sees ----------------------------------------------------------------------
     @property
@@ -265,8 +271,12 @@ class Engine:
 
     def _store(self, changes: Changes, undoable: bool = False) -> str:
         """Commit CHANGES, with what could not be committed before.  Returns "" or the error;
-        what is not undoable is kept for the next time."""
+        what is not undoable is kept for the next time, which comes by itself, and not with each event:
+        all of it has to be written then."""
         both = _merge(self._backlog, changes) if self._backlog else changes
+        if self._store_timer is not None and not undoable:
+            self._backlog = both
+            return ""
         try:
             self.ledger.commit(both)
         except OSError as error:
@@ -274,10 +284,15 @@ class Engine:
             if not self.store_problem:
                 log.error("the ledger can't be written: %s", problem)
             self.store_problem = problem
-            if not undoable:
-                self._backlog = both
-            return problem if undoable else ""
+            if undoable:
+                return problem
+            self._backlog = both
+            self._store_timer = self._loop.call_later(STORE_AGAIN, self._store_backlog)
+            return ""
         self._backlog = Changes()
+        if self._store_timer is not None:
+            self._store_timer.cancel()
+            self._store_timer = None
         if self.store_problem:
             log.warning("the ledger can be written again")
             self.store_problem = ""
@@ -285,6 +300,13 @@ class Engine:
         if both.audits:
             self.on_stored()
         return ""
+
+    def _store_backlog(self) -> None:
+        """Try again to commit what could not be committed."""
+        if self._store_timer is not None:
+            self._store_timer.cancel()
+            self._store_timer = None
+        self._store(Changes())
 
     def _not_stored(self, event: Event, error: str) -> None:
         if isinstance(event, AccessPrepared):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import pytest
 
 from hetero_agent.core.effects import Changes, Effect, Restored
-from hetero_agent.core.events import Allocate, Observed, Release
+from hetero_agent.core.events import Allocate, Note, Observed, Release
 from hetero_agent.core.governor import Governor
-from hetero_agent.core.model import Actor, DeviceRecord, Options, State
+from hetero_agent.core.model import Actor, AuditKind, DeviceRecord, Options, State
 from hetero_agent.core.settings import Settings
 from hetero_agent.engine import Engine, instant
 
@@ -24,13 +25,19 @@ class Edges:
 
     def __init__(self) -> None:
         self.fails: set[str] = set()
+        #: What has no room.
+        self.full = ""
+        self.tried = 0
         self.stored: list[Changes] = []
 
     def _do(self, name: str) -> None:
+        if name == self.full:
+            raise OSError(errno.ENOSPC, "no space left on device")
         if name in self.fails:
             raise RuntimeError(f"a defect in {name}")
 
     def commit(self, changes: Changes) -> None:
+        self.tried += len(changes.audits)
         self._do("commit")
         self.stored.append(changes)
 
@@ -115,3 +122,36 @@ def test_a_defect_of_an_edge_leaves_nobody_waiting(fails: set[str]) -> None:
         await idle(engine)
 
     with_engine(test)
+
+
+def test_facts_that_have_no_room_are_stored_once_there_is() -> None:
+    """Without another event, and without each event writing all of those before it."""
+
+    async def test(engine: Engine, edges: Edges) -> None:
+        edges.full, edges.tried, before = "commit", 0, len(edges.stored)
+        for number in range(500):
+            engine.submit(Note(engine.now(), AuditKind.ACCESS, f"note {number}"))
+        assert engine.store_problem
+        assert edges.tried < 5000
+        edges.full = ""
+        while engine.store_problem:
+            await asyncio.sleep(0.01)
+        notes = [audit.message for one in edges.stored[before:] for audit in one.audits]
+        assert notes == [f"note {number}" for number in range(500)]
+        engine.submit(Note(engine.now(), AuditKind.ACCESS, "the next"))
+        assert edges.stored[-1].audits[0].message == "the next"
+
+    with_engine(test)
+
+
+def test_facts_that_have_no_room_are_tried_once_more_at_the_end() -> None:
+    stored: list[Changes] = []
+
+    async def test(engine: Engine, edges: Edges) -> None:
+        edges.full, edges.stored = "commit", stored
+        engine.submit(Note(engine.now(), AuditKind.ACCESS, "a note"))
+        assert not stored
+        edges.full = ""
+
+    with_engine(test)
+    assert [audit.message for one in stored for audit in one.audits] == ["a note"]
