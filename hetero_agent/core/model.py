@@ -531,7 +531,8 @@ class Device:
     """A device as the governor knows it: the record, its state and what that rests on.
 
     APPEARED, LAST_OPEN and LAST_CLEAN are boot times: since when its nodes are as they are, when
-    somebody last opened one, and when the last scan that found nobody began.  SUSPECTED are the
+    somebody last opened one (or may have, unseen by a scan that failed), and when the last scan that
+    found nobody began.  SUSPECTED are the
     holders outside any lease, OCCUPIED says that they were there twice.  OPINIONS are what HEALTH
     is made of; CONFIRMING says that it is suspect by a first sign only, TOLD that its users heard
     of a fault that is not over.  HEALTH_BEFORE is what the provider had said before it went.  COUNT

@@ -242,6 +242,8 @@ class Returns:
         if debt is not None and not debt.incomplete:
             self.world.put_debt(replace(debt, incomplete=True))
         if not in_hands(device):
+            # who opened it since the last clean scan can't be told: none is granted on the strength of that
+            device = replace(device, last_open=event.at.boot)
             self.world.move(device, Trigger.SCANNED, event.at)
             self._look_again(device.id, event.at.boot + _OWED_AGAIN)
 

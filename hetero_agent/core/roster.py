@@ -155,7 +155,7 @@ class Roster(Transaction):
         if device.suspected:
             return "somebody has it open; looking again"
         if device.dirty:
-            return "opened since the last scan; scanning"
+            return "no clean scan since it was opened, or a scan failed; scanning"
         blockers = self.blocked_by(device.id)
         if blockers:
             return f"its relative {blockers[0]} is busy"

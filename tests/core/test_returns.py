@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from hetero_agent.core.effects import ConflictSeen, ErrorKind, OrphanFound, Refuse, Terminate
+from hetero_agent.core.effects import (
+    ConflictSeen,
+    ErrorKind,
+    OrphanFound,
+    PrepareAccess,
+    Refuse,
+    Terminate,
+)
 from hetero_agent.core.events import Closed, OwnerGone
 from hetero_agent.core.model import AuditKind, Binding, Holder, Node, OnEnd, Options, ProcessRef, Role, UnitRef
 from tests.core.host import SECOND, Host, card, holder, own
@@ -224,6 +231,21 @@ def test_what_was_never_scanned_whole_is_not_idle() -> None:
     host.scan(started=host.device("d").appeared)
     assert host.state("d") == "probing"
     assert host.scans() == ["d"]
+
+
+def test_nothing_is_granted_on_the_strength_of_a_scan_before_one_that_failed() -> None:
+    """A copy of a node is opened without any news of it: only scans tell."""
+    host = host_with()
+    host.scan(failed="worker died")
+    assert host.state("d") == "idle"
+    token = host.ask()
+    assert token not in host.answers
+    host.ticks(SECOND)
+    assert host.scans() == ["d"]
+    host.scan({"d": [holder(9, uid=1001)]})
+    assert not host.of(PrepareAccess)
+    host.scan()
+    assert host.preparing().devices == ("d",)
 
 
 # -- strangers -------------------------------------------------------------------------------------

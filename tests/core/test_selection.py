@@ -192,7 +192,7 @@ def test_why_not() -> None:
         "d1": "offline (cordoned)",
         "d2": "suspect (link is narrow)",
         "d3": "faulty (xid 79)",
-        "d4": "opened since the last scan; scanning",
+        "d4": "no clean scan since it was opened, or a scan failed; scanning",
         "d5": "",
     }
     assert found.verdict == "later"
