@@ -54,8 +54,7 @@ class Host:
             lambda: any(
                 f'"HETERO_KIND":"{kind}"' in line and text in line for line in self.agent.log.splitlines()
             ),
-            10,
-            f"{kind} {text} in the audit trail",
+            what=f"{kind} {text} in the audit trail",
         )
 
     def close(self) -> None:

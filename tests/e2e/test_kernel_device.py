@@ -58,8 +58,7 @@ def test_console_is_granted_held_and_returned(root: Client) -> None:
                 [one["pid"] for one in root.call(names.device_path(DEVICE_ID), names.DEVICE, "GetHolders")]
                 == [process.pid]
             ),
-            10,
-            "the process among the holders",
+            what="the process among the holders",
         )
         process.kill()
         root.wait_for_device(DEVICE_ID, State="idle")
@@ -82,7 +81,7 @@ def test_uevent_reaches_the_bus(root: Client) -> None:
         policy.write_text(other)
         (SYSFS / "uevent").write_text("change")
         wait_until(
-            lambda: root.device(DEVICE_ID)["Attributes"]["power-policy"] == other, 5, "the changed attribute"
+            lambda: root.device(DEVICE_ID)["Attributes"]["power-policy"] == other, what="the changed attribute"
         )
         assert root.signals("org.freedesktop.DBus.Properties", path=names.device_path(DEVICE_ID))
     finally:

@@ -76,12 +76,14 @@ def ctl(bus: PrivateBus, *words: str, code: int = 0, uid: int = 0) -> Any:
 
 # -- seen and told -----------------------------------------------------------------------------------
 def test_orphans_are_told_once_with_their_number(agent: AgentProcess, vendor: Vendor, root: Client) -> None:
+    # both at once: a look that sees the first only must be too early to tell of it
+    agent.write_config(SHORT.replace("occupied-after = 0.3", "occupied-after = 2"))
+    agent.reload()
     path = vendor.file("npu-0")
     with (
         HoldingProcess(path, OUTSIDER, later=True) as first,
         HoldingProcess(path, MEMBER, later=True) as second,
     ):
-        # both at once: a look that sees the first only must be too early to tell of it
         for process in (first, second):
             process.open()
         told = root.wait_for_signal(names.MANAGER, "OrphanFound")
@@ -258,8 +260,7 @@ def test_what_a_system_unit_holds_is_no_obstacle(bus: PrivateBus, vendor: Vendor
                     lambda uid=uid: (
                         [(one["uid"], one["role"]) for one in ctl(bus, "holders", "npu-0")] == [(uid, "system")]
                     ),
-                    10,
-                    "the system's holder",
+                    what="the system's holder",
                 )
                 time.sleep(0.6)
                 assert root.device("npu-0")["State"] == "idle"

@@ -225,13 +225,16 @@ def test_states_are_signalled_from_the_device(bus: PrivateBus, agent: AgentProce
         root.wait_for_device("npu-0", State="idle")
         ended = watcher.wait_for_signal(names.MANAGER, "LeaseEnded")
         assert ended.body == (lease, "released")
-        steps = [one.body[:2] for one in watcher.signals(names.DEVICE, "StateChanged", path)]
-        assert steps == [
+        steps = [
             ("idle", "allocating"),
             ("allocating", "in-use"),
             ("in-use", "reclaiming"),
             ("reclaiming", "idle"),
         ]
+        wait_until(
+            lambda: [one.body[:2] for one in watcher.signals(names.DEVICE, "StateChanged", path)] == steps,
+            what="each step",
+        )
         history = root.call(path, names.DEVICE, "GetHistory", "u", 20)
     assert [(one["from"], one["to"]) for one in history][-4:] == steps
     sequence = [one["sequence"] for one in history]

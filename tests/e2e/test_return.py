@@ -17,14 +17,12 @@ from tests.support.timing import within
 from tests.support.vendor import RESOURCE, Vendor
 from tests.support.wait import wait_until
 
-SHORT = CONFIG.replace(
-    "[reclaim]\n", "[grant]\nconfirm-within = 1\n\n[reclaim]\ndeadline = 3\nkill-after = 0.5\n"
-)
+SHORT = CONFIG.replace("[reclaim]\n", "[reclaim]\ndeadline = 3\nkill-after = 0.5\n")
 
 
 @pytest.fixture
 def agent(bus: PrivateBus) -> Iterator[AgentProcess]:
-    """An agent with a short reclaim deadline and confirm-within."""
+    """An agent with a short reclaim deadline."""
     one = AgentProcess(bus, config=SHORT)
     try:
         yield one.start()
@@ -145,7 +143,7 @@ def test_intruder_on_a_leased_device_is_told(member: Client, vendor: Vendor) -> 
 
 
 def test_unconfirmed_lease_expires_and_the_device_is_granted_again(member: Client) -> None:
-    lease, manifest = member.allocate("r1", RESOURCE)
+    lease, manifest = member.allocate("r1", RESOURCE, options={"confirm-within": V("u", 1)})
     assert manifest["confirm-by-boottime"] <= time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000 + 1_000_000
     assert member.wait_for_signal(names.MANAGER, "LeaseEnded").body == (lease, "expired")
     member.wait_for_device("npu-0", State="idle")

@@ -194,10 +194,8 @@ def test_holder_in_the_kernels_hands(agent: AgentProcess, vendor: Vendor, member
         # the others are granted and come back meanwhile, and no more is done to this one
         for number in range(3):
             other, _ = root.allocate(f"o{number}", RESOURCE, 1, {"confirm": V("b", True)})
-            begun = time.monotonic()
             root.release(f"p{number}", other)
             root.wait_for_device("npu-1", State="idle")
-            assert time.monotonic() - begun < 10
         time.sleep(4 * KILL_AFTER)
         wait_signals(agent, process.pid, ["got SIGTERM", "got SIGKILL"])
         assert agent.log.count("did not come back in time") == 1
@@ -311,7 +309,7 @@ def test_recycled_pid_is_not_the_owner(
     assert parent.wait(30) == 0
     parent.stdout.close()
     member.wait_for_device("npu-0", State="idle")
-    assert '"HETERO_REASON":"its pid ended"' in agent.log
+    agent.wait_for_log('"HETERO_REASON":"its pid ended"')
 
 
 # -- namespaces and containers -----------------------------------------------------------------------
@@ -332,7 +330,8 @@ def test_holder_in_namespaces_of_its_own(vendor: Vendor, member: Client) -> None
         assert one["evidence"]["path"] == str(alias)
         member.release("r", lease)
         member.wait_for_device("npu-0", State="idle")
-        assert not alive(one["pid"])
+        # it holds nothing any more some time before it has ended
+        wait_until(lambda: not alive(one["pid"]), what="the end of the holder")
     finally:
         child.end()
         alias.unlink()
@@ -501,6 +500,7 @@ def test_shares_of_one_node_come_back_by_whose_process_it_is(vendor: Vendor, mem
         assert member.signals(names.MANAGER, "Conflict") == []
         second.kill()
         member.wait_for_device("card-s2", State="idle")
+    wait_until(lambda: len(member.signals(names.MANAGER, "LeaseEnded")) == 2, what="the ends of both leases")
     ended = [one.body for one in member.signals(names.MANAGER, "LeaseEnded")]
     assert sorted(ended) == sorted((lease, "owner-gone") for lease in leases)
 
