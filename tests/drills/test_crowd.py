@@ -27,6 +27,7 @@ ONE_SCAN = 60.0
 @pytest.fixture
 def agent(bus: PrivateBus) -> Iterator[AgentProcess]:
     config = CONFIG.replace('log-level = "debug"', 'log-level = "info"')
+    config = config.replace("[reclaim]\n", f"[reclaim]\ndeadline = {2 * ONE_SCAN}\n")
     one = AgentProcess(bus, config=config, watchdog=6)
     try:
         yield one.start()

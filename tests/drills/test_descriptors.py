@@ -85,7 +85,7 @@ def test_no_descriptor_is_left(bus: PrivateBus, agent: AgentProcess, vendor: Ven
             for client in (member, stranger):
                 asked = time.monotonic()
                 assert client.device("npu-0")["State"] == "in-use"
-                assert time.monotonic() - asked < 5
+                assert time.monotonic() - asked < 15
         # a grant works or is refused; what says yes is a lease
         given = []
         for number in range(3):

@@ -78,7 +78,7 @@ def test_flood_of_uevents(bus: PrivateBus, agent: AgentProcess) -> None:
         finally:
             policy.write_text(before)
         assert int(_NUMBER.read_text()) - sent >= EVENTS
-        assert slowest < 5, "a caller waited for the flood"
+        assert slowest < 15, "a caller waited for the flood"
         # it lost some, said so, and compared with the whole; nothing was lost by that
         agent.wait_for_log('"HETERO_REASON":"events-lost"')
         assert entries(agent, "device-gone") == []

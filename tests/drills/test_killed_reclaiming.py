@@ -23,7 +23,7 @@ from tests.support.wait import wait_until
 
 SHORT = CONFIG.replace("[reclaim]\n", "[reclaim]\ndeadline = 3\nkill-after = 1\n")
 #: Long enough for the test to be there between TERM and KILL.
-PATIENT = "[reclaim]\ndeadline = 60\nkill-after = 3\n"
+PATIENT = "[reclaim]\ndeadline = 60\nkill-after = 5\n"
 LATE = "did not come back in time"
 
 
@@ -95,10 +95,10 @@ def test_deadline_is_not_begun_anew(agent: AgentProcess, vendor: Vendor, member:
         # most of it is over at the last start: begun anew, it would be over only this much later
         time.sleep(max(0, begun + 2.5 - time.monotonic()))
         agent.kill9()
-        started = time.monotonic()
         again(agent, vendor)
+        started = time.monotonic()  # whatever the start took
         member.wait_for_device("npu-0", State="faulty", Reason="reclaim-timeout")
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 2.5
         agent.wait_for_log(LATE)
         for _ in range(2):
             agent.kill9()

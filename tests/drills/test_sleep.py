@@ -156,8 +156,9 @@ def test_the_history_tells_of_the_sleep_beside_what_it_caused(
         wait_until(lambda: "suspend" in _triggers(member), what="the suspend in the history")
         agent.signal(signal.SIGSTOP)
         sleep.wake_after(8 * HOUR)
-        agent.signal(signal.SIGCONT)
+        # waits for the agent on the bus: logind's word is there when it wakes up
         system.prepare_for_sleep(False)
+        agent.signal(signal.SIGCONT)
         wait_until(lambda: "resume" in _triggers(member), what="the resume in the history")
     assert member.wait_for_signal(names.MANAGER, "LeaseEnded").body == (lease, "expired")
     wanted = ["suspend", "resume", "deadline"]
