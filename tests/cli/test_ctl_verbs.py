@@ -257,7 +257,7 @@ def test_confirm_within_ends_an_unconfirmed_lease(ctl: Ctl) -> None:
     allocate(ctl, "--confirm-within", "1")
     began = time.monotonic()
     wait_until(lambda: ctl.json("leases") == [], what="the lease to expire")
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 25
     assert allocate(ctl, "--confirm-within", "31", code=2)["error"]["exit"] == 2
 
 
@@ -339,11 +339,15 @@ def test_holders_and_reap(ctl: Ctl) -> None:
     holders = [subprocess.Popen(["sleep", "1000"], stdin=open(node["path"])) for _ in range(3)]  # noqa: SIM115
     try:
         wait_state(ctl, "npu-0", "occupied")
-        wait_until(lambda: len(ctl.json("holders", "npu-0")) == 3)
-        rows = ctl.json("holders", "npu-0", "npu-1")
-        assert {
-            (row["device"], row["pid"], row["uid"], row["user"], row["comm"], row["role"]) for row in rows
-        } == {("npu-0", one.pid, 0, "root", "sleep", "outsider") for one in holders}
+        wanted = {("npu-0", one.pid, 0, "root", "sleep", "outsider") for one in holders}
+
+        def three() -> list[dict[str, Any]]:
+            rows: list[dict[str, Any]] = ctl.json("holders", "npu-0", "npu-1")
+            keys = ("device", "pid", "uid", "user", "comm", "role")
+            return rows if {tuple(row[key] for key in keys) for row in rows} == wanted else []
+
+        # before they have executed their program they go by another name
+        rows = wait_until(three, what="the three holders")
         assert [row["evidence"] for row in rows] == [{"descriptors": "1", "path": node["path"]}] * 3
         heads, *lines = ctl("holders", "npu-0").out.splitlines()
         assert heads.split() == ["DEVICE", "PID", "USER", "ROLE", "COMMAND", "EXECUTABLE", "SINCE"]
@@ -471,7 +475,7 @@ def test_watch_prints_what_happens(own: Station) -> None:
 
 
 def test_watch_of_one_device_as_text_with_an_end(ctl: Ctl) -> None:
-    process = ctl.spawn("watch", "--device", "npu-1", "-n", "3")
+    process = ctl.spawn("watch", "--device", "npu-1", "-n", "4")
     assert process.stdout is not None
 
     def poke() -> bool:
@@ -479,11 +483,11 @@ def test_watch_of_one_device_as_text_with_an_end(ctl: Ctl) -> None:
         ctl("uncordon", "npu-0", "npu-1")
         return process.poll() is not None
 
-    wait_until(poke, 30, "three events")
+    wait_until(poke, 60, "four events")
     assert process.returncode == 0
     out, _ = process.communicate()
     rows = [line.split("  ", 2) for line in out.splitlines()]
-    assert [row[1] for row in rows] == ["npu-1"] * 3
+    assert [row[1] for row in rows] == ["npu-1"] * 4
     assert any("idle -> offline" in row[2] for row in rows)
 
 
@@ -495,7 +499,7 @@ def test_watch_of_reports(ctl: Ctl) -> None:
         ctl("uncordon", "npu-0")
         return process.poll() is not None
 
-    wait_until(poke, 30, "reports")
+    wait_until(poke, 60, "reports")
     out, _ = process.communicate()
     assert "report " in out
     assert "example.com/npu " in out
