@@ -250,6 +250,9 @@ class NodeWatch:
         self._pending -= 1
         if not self._pending:
             self._settled.set()
+            with self._lock:
+                # nothing is being placed, so no end of a watch can come before its beginning
+                self._dead.clear()
         if self._fd < 0 or order.paths != self._desired.get(order.device, {}):
             return  # closed, or a later order follows
         loop = asyncio.get_running_loop()

@@ -348,6 +348,23 @@ def test_a_node_that_is_replaced_during_an_overflow_is_watched_again(tmp_path: P
     with_rig(test)
 
 
+def test_nothing_is_kept_of_nodes_that_come_and_go(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        nodes = rig.edge._nodes
+        for _ in range(20):
+            node = file_node(tmp_path / "a")
+            rig.edge.watch_nodes("a", record("a", node))
+            await settled(rig)
+            Path(node.path).unlink()
+            await wait_until_async(lambda: rig.edge.stats()["unwatched-nodes"], what="the end of the node")
+            rig.edge.watch_nodes("a", None)
+            await settled(rig)
+        assert len(nodes._dead) <= 2
+        assert (nodes._devices, nodes._placed) == ({}, {})
+
+    with_rig(test)
+
+
 def test_a_path_that_blocks_holds_up_neither_loop_nor_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
