@@ -11,7 +11,7 @@ from hetero_agent.core.world import World
 #: How long an id is remembered after its lease ended (or, without a lease, its answer): 24 h.
 MEMORY = 24 * 3600 * 1_000_000
 
-#: Confirm ids remembered per lease; a later retry of an older one only binds again.
+#: Confirm ids remembered per live lease; a later retry of an older one only binds again.
 CONFIRMS = 64
 
 #: Purges are done at whole minutes, so that a busy day does not have one for each lease.
@@ -62,12 +62,17 @@ def remember(
     """Store the answer to a call, so that a retry gets the same.  ENDED: LEASE is over already."""
     world.put_request(RequestRecord(key, fingerprint, body, lease, ended, boot=at.boot))
     if key.method == "Confirm":
-        confirms = [one for one in world.by_lease[lease] if one.method == "Confirm" and one != key]
-        confirms.sort(key=lambda one: (world.requests[one].boot, str(one)))
-        for old in confirms[: max(0, len(confirms) + 1 - CONFIRMS)]:
-            world.drop_request(old)
+        _keep_confirms(world, lease, CONFIRMS - 1, key)
     if ended or not lease:
         purge_at(world, at.boot + MEMORY)
+
+
+def _keep_confirms(world: World, lease_id: str, most: int, last: RequestKey | None = None) -> None:
+    """Forget the Confirm ids of a lease but for LAST and the newest MOST of the others."""
+    confirms = [one for one in world.by_lease.get(lease_id, ()) if one.method == "Confirm" and one != last]
+    confirms.sort(key=lambda one: (world.requests[one].boot, str(one)))
+    for old in confirms[: max(0, len(confirms) - most)]:
+        world.drop_request(old)
 
 
 def room(world: World, uid: int) -> None:
@@ -81,7 +86,9 @@ def room(world: World, uid: int) -> None:
 
 
 def spend(world: World, lease_id: str, at: Instant) -> None:
-    """The lease is over: its ids stay remembered, for a day from now, as spent."""
+    """The lease is over: its ids stay remembered, for a day from now, as spent; of its renewals the
+    last one, so that many of them don't use up what may be remembered of a uid."""
+    _keep_confirms(world, lease_id, 1)
     for key in sorted(world.by_lease.get(lease_id, ()), key=str):
         world.put_request(replace(world.requests[key], ended=True, boot=at.boot))
     purge_at(world, at.boot + MEMORY)

@@ -267,7 +267,14 @@ def test_confirm_ids_are_bounded_per_lease(host: Host) -> None:
         host.confirm(lease.id, request_id=f"c{index:03}")
     kept = sorted(one.request_id for one in host.governor.world.requests if one.method == "Confirm")
     assert len(kept) == requests.CONFIRMS
-    assert f"c{2 * requests.CONFIRMS - 1:03}" in kept
+    last = f"c{2 * requests.CONFIRMS - 1:03}"
+    assert last in kept
+    # once it has ended, all of them would be refused alike: a day of renewed leases fits into a uid's share
+    host.release(lease.id)
+    host.scan()
+    assert [one.request_id for one in host.governor.world.requests if one.method == "Confirm"] == [last]
+    assert host.error(host.confirm(lease.id, request_id=last)) is ErrorKind.REQUEST_SPENT
+    assert host.error(host.confirm(lease.id, request_id=kept[0])) is ErrorKind.LEASE_ENDED
 
 
 def test_renewing_for_years_sets_one_alarm(host: Host) -> None:
