@@ -414,7 +414,12 @@ class KernelSource:
         while True:
             await asyncio.sleep(HEARTBEAT)
             self._check_monitor()
-            self._dirty.update(self._with_late_nodes(), self._with_other_topology(), self._unread)
+            try:
+                self._dirty.update(self._with_late_nodes(), self._with_other_topology(), self._unread)
+            except OSError as error:
+                # what this process lacks, as descriptors: all is read once it has them again
+                self._lacking(error)
+                self.resync("reading-failed")
             self._schedule()
             if time.monotonic() >= resynced + self._table.resync_interval:
                 resynced = time.monotonic()

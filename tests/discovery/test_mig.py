@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+
+import pytest
 
 from hetero_agent.core.effects import ErrorKind
 from hetero_agent.core.model import DeviceRecord, Obstacle, Role
+from hetero_agent.discovery import vendors
 from tests.core.host import Host
 from tests.discovery.hosts import mig, nvidia_driver
 from tests.discovery.observe import enumerate_once, watching
@@ -55,6 +59,31 @@ def test_instances_appear_and_vanish_while_running() -> None:
             take_away(mock, "gi1")
             await seen.until(lambda records: list(records) == [CARD], "the end of the instance")
             assert seen.records[CARD].obstacle is Obstacle.NONE
+
+    with bed() as mock:
+        asyncio.run(body(mock))
+
+
+@in_umockdev()
+def test_a_moment_without_descriptors_is_not_the_end_of_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def no_descriptor(minor: str) -> frozenset[tuple[int, int]]:
+        asked.append(minor)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def body(mock: Bed) -> None:
+        one_card(mock)
+        async with watching() as seen:
+            with monkeypatch.context() as patch:
+                patch.setattr(vendors, "mig_names", no_descriptor)
+                await seen.until(lambda _: asked, "a look")
+            mig(mock, 0, 1, 0, 12)
+            await seen.until(lambda records: f"{CARD}-p1.0" in records, "the first instance")
+            # by the looks that go on, not by the one at all devices that followed
+            mig(mock, 0, 2, 0, 21)
+            await seen.until(lambda records: f"{CARD}-p2.0" in records, "the second instance")
+            assert not [one for one in seen.source.problems() if "can't be read" in one]
 
     with bed() as mock:
         asyncio.run(body(mock))
