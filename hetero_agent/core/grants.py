@@ -605,6 +605,7 @@ class Grants:
                 returned.append(device_id)
                 continue
             if device.state is State.LOST and not device.present:
+                world.left(lease.id, device_id)
                 world.move(device, Trigger.LEASE_ENDED, at, reason=str(result), lease="")
                 returned.append(device_id)
                 continue

@@ -424,11 +424,12 @@ class Revocation:
     """What an ended lease gave, or a live one of devices that it lost, is being taken back.
 
     ERROR says why the last try failed, WAITING that a device of it was found free of holders
-    meanwhile and is still not returned.
+    meanwhile and is still not returned.  AWAY are devices of it that went meanwhile.
     """
 
     error: str = ""
     waiting: bool = False
+    away: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,6 +272,7 @@ class Presence:
         )
         world.put_device(device)
         device = replace(device, cordon=self._cordon(record), count=world.counts.get(world.key(record), 0))
+        self.returns.owe_again(device, at)
         world.audit(
             AuditKind.APPEARED,
             at,
@@ -305,6 +306,7 @@ class Presence:
         self.returns.forget_device(device.id)
         world.move(device, Trigger.UNPLUGGED, at)
         if debt is not None and debt.lease:
+            world.left(debt.lease, device.id)
             self.grants.returned(debt.lease, (device.id,), at)
 
     # -- health ----------------------------------------------------------------------------------------

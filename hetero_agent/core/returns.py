@@ -123,6 +123,17 @@ class Returns:
         world.effect(RequestScan((device.id,)))
         self._look_again(device.id, at.boot + _OWED_AGAIN)
 
+    def owe_again(self, device: Device, at: Instant) -> None:
+        """DEVICE appears: if one went from this place and its lease's access is still being taken back,
+        it is owed."""
+        world = self.world
+        lease = next((one for one, revocation in world.revoking.items() if device.id in revocation.away), "")
+        if lease:
+            deadline = at.boot + world.settings.reclaim_deadline
+            nodes = device.record.own_nodes
+            world.put_debt(Debt(device.id, lease, -1, since=at.boot, deadline=deadline, nodes=nodes))
+            world.keep_record(device)
+
     def forget_lease(self, lease: Lease) -> None:
         """The lease is over: its processes need not be known any more."""
         for device_id in lease.devices:

@@ -165,6 +165,13 @@ class World(Roster):
             self.assign(self.revoking, lease_id, Revocation())
         self.effect(RevokeAccess(lease_id))
 
+    def left(self, lease_id: str, device_id: str) -> None:
+        """A device goes: should it be back before what LEASE_ID gives is taken back, that may be given of
+        it still."""
+        before = self.revoking.get(lease_id)
+        if before is not None and device_id not in before.away:
+            self.assign(self.revoking, lease_id, replace(before, away=(*before.away, device_id)))
+
     def retract(self, lease: Lease) -> None:
         """Have taken back what a live lease gives of the devices that it lost: none of them is
         returned before."""

@@ -215,6 +215,7 @@ class History(RuleBasedStateMachine):
         self.proof: dict[str, int] = {}
         self.need: dict[str, int] = {}
         self.given: set[str] = set()
+        self.gave: dict[str, set[str]] = {}
         #: Where the network interfaces of leases are.
         self.places: dict[str, ProcessRef | None] = {}
         self.pids = itertools.count(100)
@@ -304,6 +305,9 @@ class History(RuleBasedStateMachine):
         assert at is None or at + MEMORY <= self.host.boot, "a spent id grants"
         chosen = set(lease.devices)
         assert len(chosen) == len(lease.devices)
+        for one in self.given:
+            assert not chosen & self.gave.get(one, set()), "granted, and an earlier lease still gives it"
+        self.gave[lease.id] = chosen
         for one in chosen:
             device = self.host.governor.devices[one]
             assert device.last_open < device.last_clean, "granted, and opened since the last clean scan"
@@ -398,6 +402,8 @@ class History(RuleBasedStateMachine):
         living = {one: lease for one, lease in host.store.leases.items() if lease.granted and lease.alive}
         sequence, generation = host.store.sequence, host.store.generation
         host.restart()
+        # what leases left that are over is swept
+        self.given &= host.governor.leases.keys()
         self._act(host.outcome)
         self._note_ends(host.outcome)
         self.restart_due = False
@@ -1092,7 +1098,8 @@ class History(RuleBasedStateMachine):
                     assert not governor.returns.overtaken(device), "it gives what is another device's"
         for debt in debts.values():
             assert debt.device in governor.devices
-            assert not debt.lease or debt.lease in governor.leases
+            # of one that went and came back the lease may be over
+            assert not debt.lease or debt.lease in governor.leases or debt.uid == -1
 
     def _free_devices_are_settled(self) -> None:
         world = self.host.governor.world

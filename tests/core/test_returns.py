@@ -14,7 +14,7 @@ from hetero_agent.core.effects import (
     Refuse,
     Terminate,
 )
-from hetero_agent.core.events import Closed, OwnerGone
+from hetero_agent.core.events import AccessRevoked, Closed, OwnerGone
 from hetero_agent.core.model import AuditKind, Binding, Holder, Node, OnEnd, Options, ProcessRef, Role, UnitRef
 from tests.core.host import SECOND, Host, card, holder, own
 
@@ -246,6 +246,30 @@ def test_nothing_is_granted_on_the_strength_of_a_scan_before_one_that_failed() -
     assert not host.of(PrepareAccess)
     host.scan()
     assert host.preparing().devices == ("d",)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_unplug_and_replug_does_not_launder_what_a_lease_still_gives(lost: bool) -> None:
+    """A node that a driver's tools made outlives its device, and so does an ACL entry on it."""
+    host = host_with()
+    lease = host.use()
+    host.revokes = False
+    if lost:
+        host.observe(gone=("d",))
+        host.release(lease.id)
+    else:
+        host.release(lease.id)
+        host.observe(gone=("d",))
+    host.do(AccessRevoked(host.later(), lease.id, "the helper does not answer"))
+    assert host.governor.leases == {}
+    host.observe(card("d", 1))
+    host.scan()
+    assert (host.state("d"), host.device("d").reason) == ("reclaiming", "access-not-revoked")
+    host.do(AccessRevoked(host.later(), lease.id))
+    assert host.scans() == ["d"]
+    host.scan()
+    assert host.state("d") == "idle"
+    assert (host.store.debts, host.store.records, host.governor.world.revoking) == ({}, {}, {})
 
 
 # -- strangers -------------------------------------------------------------------------------------
