@@ -95,7 +95,8 @@ class Readers:
                 job.done.cancel()
                 if not job.started:
                     raise NoReaderError
-                self._abandon(job, returned)
+                if not self._abandon(job, returned):
+                    asyncio.get_running_loop().call_soon(returned)
                 raise ReadTimeoutError
         return job.done.result()  # type: ignore[return-value]
 
@@ -119,12 +120,15 @@ class Readers:
             self._workers.add(worker)
         threading.Thread(target=self._run, args=(worker,), name="discovery-reader", daemon=True).start()
 
-    def _abandon(self, job: _Job, returned: Callable[[], None]) -> None:
+    def _abandon(self, job: _Job, returned: Callable[[], None]) -> bool:
+        """Give up the thread that has JOB; false if it has just come back."""
         with self._lock:
             for worker in self._workers:
                 if worker.job is job:
                     worker.abandoned = True
                     worker.returned = returned
+                    return True
+        return False
 
     def _run(self, worker: _Worker) -> None:
         while True:

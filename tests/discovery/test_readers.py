@@ -6,10 +6,12 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from hetero_agent.discovery.readers import NoReaderError, Readers, ReadTimeoutError
+from tests.support.wait import wait_until, wait_until_async
 
 
 def hanging() -> tuple[Callable[[], bytes], Callable[[], None]]:
@@ -57,6 +59,29 @@ def test_stuck_reads_are_bounded_and_come_back() -> None:
         assert ran == []
         assert readers.stuck == 1
         pairs[1][1]()
+        readers.close()
+
+    asyncio.run(body())
+
+
+def test_a_read_that_returns_at_its_deadline_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        readers = Readers()
+        work, release = hanging()
+        abandon = readers._abandon
+
+        def too_late(*arguments: Any) -> bool:
+            # it comes back after its deadline was found to be over, and before it is given up
+            release()
+            wait_until(lambda: all(worker.job is None for worker in readers._workers), what="its return")
+            return abandon(*arguments)
+
+        monkeypatch.setattr(readers, "_abandon", too_late)
+        returned: list[int] = []
+        with pytest.raises(ReadTimeoutError):
+            await readers.call(work, 0.2, lambda: returned.append(1))
+        await wait_until_async(lambda: returned == [1], what="word of its return")
+        assert readers.stuck == 0
         readers.close()
 
     asyncio.run(body())
