@@ -38,7 +38,9 @@ def combine(opinions: Iterable[Opinion]) -> Opinion:
     same = [one for one in listed if one.health is worst]
     if len(same) == 1:
         return same[0]
-    reasons = list(dict.fromkeys(one.reason for one in same if one.reason))
+    told = dict.fromkeys(one.reason for one in same if one.reason)
+    # a card's reason is often its unit's own too
+    reasons = [one for one in told if not any(other.endswith(f": {one}") for other in told)]
     evidence: dict[str, str] = {}
     for one in reversed(same):
         evidence |= one.evidence

@@ -204,6 +204,10 @@ def test_after_a_sleep_one_good_probe_is_enough() -> None:
         ),
         ([Opinion(H.SUSPECT, "a", {}, True), Opinion(H.SUSPECT, "b")], Opinion(H.SUSPECT, "a; b")),
         ([Opinion(H.SUSPECT, "a", {}, True), Opinion(H.HEALTHY)], Opinion(H.SUSPECT, "a", {}, True)),
+        (
+            [Opinion(H.SUSPECT, "port 1 is DOWN"), Opinion(H.SUSPECT, "its card c: port 1 is DOWN")],
+            Opinion(H.SUSPECT, "its card c: port 1 is DOWN"),
+        ),
     ],
 )
 def test_the_worst_opinion_counts(opinions: list[Opinion], expected: Opinion) -> None:
