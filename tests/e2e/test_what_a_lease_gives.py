@@ -184,7 +184,8 @@ def test_level_zero_counts_the_cards_that_its_user_can_open() -> None:
     try:
         agent.start()
         with Client(bus) as root:
-            root.wait_for_device(cards[-1], State="idle", Health="healthy")
+            for card in cards:
+                root.wait_for_device(card, State="idle", Health="healthy")
         video = Path("/dev/dri/renderD128").stat().st_gid
         member, grouped = Ctl(bus.address, MEMBER, [GROUP_GID]), Ctl(bus.address, MEMBER, [GROUP_GID, video])
         show = ("sh", "-c", "echo $ZE_AFFINITY_MASK $ZE_ENABLE_PCI_ID_DEVICE_ORDER")
@@ -203,7 +204,7 @@ def test_level_zero_counts_the_cards_that_its_user_can_open() -> None:
         assert member("run", "-r", "intel.com/gpu", "--", *show).out.split() == ["0", "1"]
         assert grouped("run", "-r", "intel.com/gpu", "--", *show).out.split() == ["1", "1"]
         inner = f"{PYTHON} -m hetero_agent.cli.main manifest {last['lease']} | grep ^ZE_AFF"
-        run = member("run", "-r", "intel.com/gpu", "--", "sh", "-c", inner)
+        run = member("run", "-r", "intel.com/gpu", "--wait", "30", "--", "sh", "-c", inner)
         assert run.out.split() == ["ZE_AFFINITY_MASK=1"]
     finally:
         agent.close()
@@ -229,7 +230,8 @@ def test_a_run_inside_a_lease_of_something_else_keeps_what_that_gives() -> None:
         assert got == "0000:af:00.0/0//\n"
         # another's choice, or one whose lease is over, is none
         ctl.env |= {"ZE_AFFINITY_MASK": "5", "HETERO_LEASE_ID": "0" * 32}
-        assert ctl("run", "-r", "heteroagent.org/accelerator", "--", *show).out == "0000:af:00.0///\n"
+        again = ("run", "-r", "heteroagent.org/accelerator", "--wait", "30")  # it has to come back first
+        assert ctl(*again, "--", *show).out == "0000:af:00.0///\n"
     finally:
         agent.close()
         bus.close()
