@@ -62,7 +62,7 @@ def both(bus: PrivateBus) -> Iterator[Both]:
     mode = CONSOLE.stat().st_mode & 0o777
     agent = AgentProcess(bus, profiles={"console.toml": PROFILE}, sources="kernel")
     helper = AccessHelper(agent=agent)
-    agent.write_config(CONFIG + f'[access]\nhelper = "{helper.socket}"\n[grant]\neffects-timeout = 3\n')
+    agent.write_config(CONFIG + f'[access]\nhelper = "{helper.socket}"\n[grant]\neffects-timeout = 6\n')
     try:
         helper.start()
         agent.start()

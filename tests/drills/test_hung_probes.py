@@ -22,7 +22,7 @@ HUNG = ALL[::26]
 _INTERVAL = 2.0
 _CONFIG = (
     CONFIG.replace('log-level = "debug"', 'log-level = "info"')
-    + f"[health]\ninterval = {_INTERVAL}\nconfirm = 0.5\ndeadline = 1.0\n"
+    + f"[health]\ninterval = {_INTERVAL}\nconfirm = 0.5\ndeadline = 2.0\n"
 )
 _WATCHDOG = 6.0
 
@@ -55,10 +55,10 @@ def test_ten_of_256_devices_hang() -> None:
                 machine.hang(config(device).parent, "config")
             answers = _answers_until_they_are_faulty(client)
             # on the bus nobody noticed
-            assert statistics.median(answers) < 2 * statistics.median(usual) + 0.05
-            assert sorted(answers)[len(answers) * 95 // 100] < 1 + max(usual)
+            assert statistics.median(answers) < 2 * statistics.median(usual) + 0.25
+            assert sorted(answers)[len(answers) * 95 // 100] < 2 + max(usual)
             reasons = {client.device(device)["Reason"] for device in HUNG}
-            assert reasons == {"unresponsive: a probe did not return within 1 s"}
+            assert reasons == {"unresponsive: a probe did not return within 2 s"}
             # the other 246 are what they were, and are looked at in time while the ten go on hanging
             found = states(client)
             assert {device for device in ALL if found[device] != "idle"} == set(HUNG)
