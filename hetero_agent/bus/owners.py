@@ -22,6 +22,9 @@ from hetero_agent.core.ports import ProcessFacts
 
 log = logging.getLogger("hetero_agent.bus")
 
+#: Seconds until the bus is asked again for what it did not tell.
+_RETRY = 5.0
+
 
 class BusOwners:
     """Watches the unit and connection parts of bindings and submits OwnerGone when one ends.
@@ -87,15 +90,19 @@ class BusOwners:
         task.add_done_callback(self._tasks.discard)
 
     async def _check_connection(self, lease: str, name: str) -> None:
-        try:
-            reply = await self._connection.call(
-                BUS_DRIVER, BUS_DRIVER_PATH, BUS_DRIVER, "NameHasOwner", "s", (name,)
-            )
-        except CallFailed as error:
-            log.warning("whether connection %s lives can't be told: %s", name, error)
+        while self._bound.get(lease) == name:
+            try:
+                reply = await self._connection.call(
+                    BUS_DRIVER, BUS_DRIVER_PATH, BUS_DRIVER, "NameHasOwner", "s", (name,)
+                )
+            except CallFailed as error:
+                # no news of it will come if it had gone before
+                log.warning("whether connection %s lives can't be told: %s", name, error)
+                await asyncio.sleep(_RETRY)
+                continue
+            if not reply[0]:
+                self._past(lease, name)
             return
-        if not reply[0]:
-            self._past(lease, name)
 
     def _past(self, lease: str, name: str) -> None:
         """The connection was gone before it was watched; the lease may be bound anew meanwhile."""

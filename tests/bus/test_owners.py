@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero_agent import names
+from hetero_agent.bus import owners as owners_module
 from hetero_agent.bus import units
 from hetero_agent.bus.callers import groups_of
-from hetero_agent.bus.transport import SIGNAL, Incoming
+from hetero_agent.bus.transport import SIGNAL, CallFailed, Incoming
 from hetero_agent.core.events import OwnerGone
 from hetero_agent.core.model import Binding, ConnectionRef, UnitRef
 from tests.support.agent import GROUP_GID, MEMBER, OTHER_MEMBER
@@ -68,6 +70,26 @@ def test_connections_of_the_past(bus: PrivateBus) -> None:
         wait_until(lambda: len(_gone(service)) == 3, what="the third end")
         assert _gone(service)[2] == ("lives", "connection")
         assert service.do(lambda: (dict(owners._bound), dict(owners._leases))) == ({}, {})
+
+
+def test_a_connection_of_the_past_that_the_bus_does_not_tell_of_at_once(
+    bus: PrivateBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners_module, "_RETRY", 0.05)
+    with Service(bus) as service:
+        owners = service.service.owners
+        call, asked = owners._connection.call, []
+
+        async def busy(*arguments: Any, **more: Any) -> list[Any]:
+            asked.append(arguments)
+            if len(asked) < 3:
+                raise CallFailed("org.freedesktop.DBus.Error.Timeout", "no reply")
+            return await call(*arguments, **more)
+
+        monkeypatch.setattr(owners._connection, "call", busy)
+        service.do(owners.watch, "never", Binding(connection=ConnectionRef(":1.99999", bus.guid)))
+        wait_until(lambda: _gone(service), what="its end")
+        assert len(asked) == 3
 
 
 def test_which_processes_may_be_bound(bus: PrivateBus) -> None:
