@@ -1036,6 +1036,7 @@ class History(RuleBasedStateMachine):
         self.processes.clear()
         self.provider = False
         self.given.clear()
+        self.gave.clear()
         self.places.clear()
         for table in (self.work, self.scans, self.asked, host.answers, self.need, self.proof):
             table.clear()
