@@ -175,8 +175,8 @@ class Engine:
         for timer in (self._timer, self._scan_timer):
             if timer is not None:
                 timer.cancel()
-        if hasattr(self, "_jobs"):
-            # a start that fails early ends before it has its edges
+        if self.running:
+            # a start that fails may end before it has its edges
             await self._jobs.stop()
         if self._store_timer is not None:
             self._store_backlog()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hetero_agent.core import requests
+from hetero_agent.core.cordons import Cordons
 from hetero_agent.core.effects import (
     Outcome,
     Refusal,
@@ -20,6 +21,7 @@ from hetero_agent.core.effects import (
     WatchNodes,
     WatchOwner,
 )
+from hetero_agent.core.endings import Endings
 from hetero_agent.core.events import (
     AccessAttached,
     AccessFailed,
@@ -71,6 +73,7 @@ from hetero_agent.core.model import (
 )
 from hetero_agent.core.ports import Explanation
 from hetero_agent.core.presence import Presence, evidence_fields
+from hetero_agent.core.reaps import Reaps
 from hetero_agent.core.returns import Returns
 from hetero_agent.core.settings import Settings
 from hetero_agent.core.upkeep import Upkeep
@@ -86,10 +89,13 @@ class Governor:
 
     def __init__(self, settings: Settings, epoch: str) -> None:
         self.world = World(settings, epoch)
-        self.returns = Returns(self.world)
+        self.endings = Endings(self.world)
+        self.returns = Returns(self.world, self.endings)
+        self.reaps = Reaps(self.world, self.returns, self.endings)
         self.grants = Grants(self.world, self.returns)
         self.upkeep = Upkeep(self.world)
-        self.presence = Presence(self.world, self.grants, self.returns)
+        self.cordons = Cordons(self.world)
+        self.presence = Presence(self.world, self.grants, self.returns, self.cordons)
 
     # -- events -----------------------------------------------------------------------------------
     def handle(self, event: Event) -> Outcome:
@@ -145,9 +151,10 @@ class Governor:
                     if lease:
                         self.grants.returned(lease, (device_id,), event.at)
             case Signalled():
-                self.returns.signalled(event)
+                self.endings.signalled(event)
+                self.reaps.signalled(event)
             case Reap():
-                self.returns.reap(event)
+                self.reaps.asked(event)
             case Observed():
                 self.presence.observed(event)
                 if event.complete and event.source == KERNEL:
@@ -161,9 +168,9 @@ class Governor:
             case ProviderGone():
                 self.presence.provider_gone(event)
             case SetCordon():
-                self.presence.set_cordon(event)
+                self.cordons.asked(event)
             case CordonStored():
-                self.presence.cordon_stored(event)
+                self.cordons.stored(event)
             case Refused():
                 self._audit_refused(event)
             case Note():

@@ -1,40 +1,29 @@
-"""What is there and how it is: observations, health, providers and cordons."""
+"""What is there and how it is: observations, health and providers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
-from hetero_agent.core import requests
+from hetero_agent.core.cordons import Cordons
 from hetero_agent.core.effects import (
     DeviceAdded,
-    ErrorKind,
     HealthChanged,
-    Refusal,
-    Refuse,
-    Reply,
     RequestScan,
-    StoreCordon,
     WatchHealth,
     WatchNodes,
 )
 from hetero_agent.core.events import (
-    CordonStored,
     Happened,
     HealthJudged,
     HealthSeen,
     Observed,
     ProviderGone,
-    SetCordon,
-    Token,
 )
 from hetero_agent.core.grants import Grants
 from hetero_agent.core.lifecycle import Trigger, row
 from hetero_agent.core.model import (
-    AGENT,
-    Actor,
     AuditKind,
-    Cordon,
     Device,
     DeviceRecord,
     Health,
@@ -44,7 +33,6 @@ from hetero_agent.core.model import (
     OnFault,
     Opinion,
     Origin,
-    RequestKey,
     State,
 )
 from hetero_agent.core.returns import Returns
@@ -56,26 +44,14 @@ from hetero_agent.text import printable
 _MOST_FORMER = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _CordonWait:
-    """A Cordon or Uncordon that waits for the state directory: PLACE is where the cordon goes,
-    OLD are the places of those that go."""
-
-    event: SetCordon
-    cordon: Cordon | None
-    place: str
-    old: tuple[str, ...]
-    tokens: tuple[Token, ...]
-
-
 class Presence:
     """See the module's text."""
 
-    def __init__(self, world: World, grants: Grants, returns: Returns) -> None:
+    def __init__(self, world: World, grants: Grants, returns: Returns, cordons: Cordons) -> None:
         self.world = world
         self.grants = grants
         self.returns = returns
-        self._cordons: dict[RequestKey, _CordonWait] = {}
+        self.cordons = cordons
         self._unseen: dict[str, None] = {}
         #: Devices that got other nodes while a lease has them.
         self._renumbered: dict[str, None] = {}
@@ -163,7 +139,7 @@ class Presence:
         device = world.devices[record.id]
         device = replace(
             device,
-            cordon=self._cordon(record),
+            cordon=self.cordons.of(record),
             count=world.counts.get(world.key(record), 0 if fresh else device.count),
             provider_gone=False,
         )
@@ -185,7 +161,7 @@ class Presence:
             world.put_device(device)
             if device.former:
                 world.assign(self._renumbered, device.id, None)
-            self._recordon(world.units_of(record.id), at)
+            self.cordons.hold(world.units_of(record.id), at)
             self._leased_record(device, old, at)
             if news is not None:
                 self._opine(record.id, Origin.SOURCE, news, at)
@@ -212,19 +188,6 @@ class Presence:
         )
         self._gone(device, at, "replaced")
         return True
-
-    def _cordon(self, record: DeviceRecord) -> Cordon | None:
-        """The cordon of a device; one of its place follows the serial as soon as it has one."""
-        world = self.world
-        cordon = world.cordon_of(record)
-        serial = world.serial(record)
-        if cordon is not None and cordon.device == record.id and not cordon.serial and serial:
-            place, cordon = cordon.device, replace(cordon, serial=serial)
-            world.put_cordon(place, None)
-            world.put_cordon(f"serial:{serial}", cordon)
-            world.effect(StoreCordon(-1, f"serial:{serial}", cordon))
-            world.effect(StoreCordon(-1, place, None))
-        return cordon
 
     def _leased_record(self, device: Device, old: DeviceRecord, at: Instant) -> None:
         """News of a device that a lease has: it may be lost by it, or be back."""
@@ -271,7 +234,7 @@ class Presence:
             appeared=at.boot,
         )
         world.put_device(device)
-        device = replace(device, cordon=self._cordon(record), count=world.counts.get(world.key(record), 0))
+        device = replace(device, cordon=self.cordons.of(record), count=world.counts.get(world.key(record), 0))
         self.returns.owe_again(device, at)
         world.audit(
             AuditKind.APPEARED,
@@ -303,7 +266,7 @@ class Presence:
             return
         debt = world.debts.get(device.id)
         world.drop_debt(device.id)
-        self.returns.forget_device(device.id)
+        self.returns.endings.forget(device.id)
         world.move(device, Trigger.UNPLUGGED, at)
         if debt is not None and debt.lease:
             world.left(debt.lease, device.id)
@@ -401,27 +364,7 @@ class Presence:
             for unit in units:
                 if unit in self.world.devices:
                     self._opine(unit, Origin.PARENT, opinion, at)
-            self._recordon(units, at)
-
-    def _recordon(
-        self, device_ids: Iterable[str], at: Instant, actor: Actor = AGENT, request_id: str = ""
-    ) -> None:
-        """Have these devices, and their units, under the cordons that hold for them now."""
-        world = self.world
-        for device_id in device_ids:
-            known = world.devices.get(device_id)
-            cordon = world.cordon_of(known.record) if known is not None else None
-            if known is None or cordon == known.cordon:
-                continue
-            changed = replace(known, cordon=cordon)
-            if cordon is None and known.present:
-                world.effect(WatchHealth(known.id, known.record, repaired=True))
-            if in_hands(changed):
-                world.put_device(changed)
-            else:
-                trigger = Trigger.UNCORDON if cordon is None else Trigger.CORDON
-                world.move(changed, trigger, at, actor=actor, request_id=request_id)
-            self._recordon(world.units_of(device_id), at, actor, request_id)
+            self.cordons.hold(units, at)
 
     def cards_gone(self, at: Instant) -> None:
         """The units of what is gone since the event began no longer suffer from it."""
@@ -469,83 +412,6 @@ class Presence:
             else:
                 world.move(device, trigger, event.at)
             self._pass_down(known.id, event.at)
-
-    # -- cordons ----------------------------------------------------------------------------------------
-    def set_cordon(self, event: SetCordon) -> None:
-        """Have a cordon, or its removal, stored where it outlives a reboot.  Raises Refusal."""
-        world = self.world
-        method = "Uncordon" if event.reason is None else "Cordon"
-        key = RequestKey(event.actor.uid, "", method, event.request_id)
-        earlier = requests.replay(world, key, event.fingerprint)
-        if earlier is not None:
-            world.effect(Reply(event.token, earlier.body))
-            return
-        waiting = self._cordons.get(key)
-        if waiting is not None:
-            requests.same(key, waiting.event.fingerprint, event.fingerprint)
-            world.assign(self._cordons, key, replace(waiting, tokens=(*waiting.tokens, event.token)))
-            return
-        requests.room(world, event.actor.uid)
-        device = world.devices.get(event.device)
-        if device is not None:
-            old = world.cordons_of(device.record)
-        elif event.reason is None:
-            # one that is away may come back, and is under its cordon then
-            old = world.cordons_at(event.device)
-        else:
-            old = []
-        if device is None and not old:
-            text = f"no device {printable(event.device)!r}"
-            raise Refusal(ErrorKind.NOT_FOUND, f"{text}; see the list of devices")
-        cordon, place = None, old[0] if old else event.device
-        if device is not None and not old:
-            place = world.key(device.record)
-        if event.reason is not None and device is not None:
-            serial = world.serial(device.record)
-            cordon = Cordon(device.id, serial, event.reason, event.actor.uid, event.at.real)
-            place = f"serial:{serial}" if serial else device.id
-        world.assign(self._cordons, key, _CordonWait(event, cordon, place, tuple(old), (event.token,)))
-        world.effect(StoreCordon(event.token, place, cordon))
-
-    def cordon_stored(self, event: CordonStored) -> None:
-        """The state directory answered: only now the cordon holds."""
-        key = next((one for one, wait in self._cordons.items() if wait.event.token == event.token), None)
-        if key is None:
-            return
-        world = self.world
-        wait = self._cordons[key]
-        world.discard(self._cordons, key)
-        call = wait.event
-        if event.error:
-            text = f"the cordon could not be stored ({printable(event.error)}); nothing was changed"
-            for token in wait.tokens:
-                world.effect(Refuse(token, ErrorKind.STORE_FAILED, text))
-            return
-        device = world.devices.get(call.device)
-        # since the call another may have been stored, or one of the place may have followed the serial
-        under = world.cordons_of(device.record) if device is not None else []
-        later = {one.place for one in self._cordons.values() if one.cordon is not None}
-        for one in dict.fromkeys((*wait.old, *under)):
-            world.put_cordon(one, None)
-            if one not in (wait.place, *later):
-                world.effect(StoreCordon(-1, one, None))
-        if wait.cordon is not None:
-            world.put_cordon(wait.place, wait.cordon)
-        word = "uncordoned" if wait.cordon is None else f"cordoned: {printable(call.reason or '')}"
-        world.audit(
-            AuditKind.CORDON,
-            event.at,
-            f"{call.device} {word}",
-            priority=5,
-            device=device.record if device else None,
-            reason=call.reason or "",
-            actor=call.actor,
-            request_id=call.request_id,
-        )
-        self._recordon(list(world.devices), event.at, call.actor, call.request_id)
-        requests.remember(world, key, call.fingerprint, "{}", event.at)
-        for token in wait.tokens:
-            world.effect(Reply(token, "{}"))
 
 
 def evidence_fields(evidence: Mapping[str, str]) -> dict[str, str]:

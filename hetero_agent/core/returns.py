@@ -1,22 +1,17 @@
-"""Taking devices back: what is owed, proof of return, strangers, and ending processes."""
+"""Taking devices back: what is owed, proof of return, and strangers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from hetero_agent.core import requests
 from hetero_agent.core.effects import (
     ConflictSeen,
-    ErrorKind,
     OrphanFound,
-    Refusal,
-    Reply,
     RequestScan,
-    Terminate,
 )
-from hetero_agent.core.events import Closed, DeviceScan, Opened, Reap, Scanned, Signalled, Token
+from hetero_agent.core.endings import Endings, process_name
+from hetero_agent.core.events import Closed, DeviceScan, Opened, Scanned
 from hetero_agent.core.lifecycle import Trigger
 from hetero_agent.core.model import (
     AGENT,
@@ -31,7 +26,6 @@ from hetero_agent.core.model import (
     Node,
     OnEnd,
     ProcessRef,
-    RequestKey,
     State,
 )
 from hetero_agent.core.rights import belongs, bound_to, is_system, may_reap, may_signal, names_processes
@@ -50,38 +44,15 @@ _INTRUDER_AGAIN = 2_000_000
 _MOST_KIN = 256
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What was done last to end a holder, at boot time AT: ``TERM``, ``KILL``, or ``refused``.  FAILURE
-    is why the signal was not sent: then the step is made again."""
-
-    at: int
-    what: str
-    failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _ReapWait:
-    """A Reap that waits for what became of its signals."""
-
-    device: str
-    fingerprint: str
-    tokens: tuple[Token, ...]
-    left: frozenset[ProcessRef]
-    sent: int = 0
-
-
 class Returns:
     """See the module's text."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, endings: Endings) -> None:
         self.world = world
+        self.endings = endings
         #: By (lease, device): its holders of the lease's, and the strangers, of the last scan.
         self._known: dict[tuple[str, str], frozenset[ProcessRef]] = {}
         self._strangers: dict[tuple[str, str], frozenset[ProcessRef]] = {}
-        #: By device: what was done to end which holders.
-        self._signals: dict[str, Mapping[ProcessRef, _Step]] = {}
-        self._reaps: dict[RequestKey, _ReapWait] = {}
 
     # -- owing ---------------------------------------------------------------------------------
     def owe(
@@ -139,10 +110,6 @@ class Returns:
         for device_id in lease.devices:
             self.world.discard(self._known, (lease.id, device_id))
             self.world.discard(self._strangers, (lease.id, device_id))
-
-    def forget_device(self, device_id: str) -> None:
-        """Nobody holds the device any more: what was done to end its holders is of no account."""
-        self.world.discard(self._signals, device_id)
 
     def _kin(self, lease: Lease) -> frozenset[ProcessRef]:
         """The processes that were seen to be the lease's, on any of its devices."""
@@ -359,7 +326,7 @@ class Returns:
             world.move(device, Trigger.SCANNED, event.at)
             return None
         world.drop_debt(device.id)
-        self.forget_device(device.id)
+        self.endings.forget(device.id)
         device = replace(
             device, scanned=True, last_clean=event.started, holders=(), system=system, uninspected=False
         )
@@ -389,7 +356,7 @@ class Returns:
                 occupied=False,
                 uninspected=False,
             )
-            self.forget_device(device.id)
+            self.endings.forget(device.id)
             world.move(device, Trigger.SCANNED, event.at)
             return
         first = {holder.ref: holder.since for holder in device.suspected}
@@ -415,7 +382,7 @@ class Returns:
 
     def _tell_orphans(self, device: Device, at: Instant) -> None:
         world = self.world
-        names = ", ".join(_name(holder) for holder in device.holders[:8])
+        names = ", ".join(process_name(holder) for holder in device.holders[:8])
         world.audit(
             AuditKind.ORPHAN,
             at,
@@ -465,12 +432,12 @@ class Returns:
             world.audit(
                 AuditKind.INTRUDER,
                 at,
-                f"{device.id} is leased to uid {lease.uid}, but {_name(holder)} has it open",
+                f"{device.id} is leased to uid {lease.uid}, but {process_name(holder)} has it open",
                 priority=4,
                 device=device.record,
                 lease=lease.id,
                 trigger=Trigger.INTRUDER,
-                reason=_name(holder),
+                reason=process_name(holder),
             )
             world.effect(
                 ConflictSeen(
@@ -492,144 +459,14 @@ class Returns:
                 uid = debt.uid if debt.uid > 0 else None
             else:
                 continue
-            self._step(device, debt.lease, holder, refused, uid, at)
+            self.endings.step(device, debt.lease, holder, refused, uid, at)
 
     def _end_orphans(self, device: Device, at: Instant) -> None:
         """If the configuration says so, end those that hold a device outside any lease."""
         if self.world.settings.orphans_kill:
             for holder in device.holders:
                 refused = may_signal(holder, None)
-                self._step(device, "", holder, refused, holder.uids[0], at)
-
-    def _step(
-        self, device: Device, lease: str, holder: Holder, refused: str, uid: int | None, at: Instant
-    ) -> None:
-        """TERM, later KILL, then no more; or say once why not."""
-        last = self._signals.get(device.id, {}).get(holder.ref)
-        if refused:
-            if last is None or last.what != "refused":
-                self._note_step(device.id, holder.ref, _Step(at.boot, "refused"))
-                self._audit_signal(device, holder, at, f"not ended: {refused}")
-            return
-        after = self.world.settings.kill_after
-        if last is None or last.what == "refused":
-            step = _Step(at.boot, "TERM")
-            self._look_again(device.id, at.boot + after)
-        elif last.at + after > at.boot or (last.what == "KILL" and not last.failure):
-            return
-        elif last.failure:
-            step = replace(last, at=at.boot)
-        else:
-            step = _Step(at.boot, "KILL")
-        self._note_step(device.id, holder.ref, step)
-        self.world.effect(Terminate(device.id, lease, holder, step.what, uid))
-
-    def _note_step(self, device_id: str, ref: ProcessRef, step: _Step) -> None:
-        device = self.world.devices[device_id]
-        here = {holder.ref for holder in device.holders}
-        before = self._signals.get(device_id, {})
-        kept = {one: was for one, was in before.items() if one in here}
-        self.world.assign(self._signals, device_id, {**kept, ref: step})
-
-    def _audit_signal(self, device: Device, holder: Holder, at: Instant, what: str) -> None:
-        self.world.audit(
-            AuditKind.SIGNALLED,
-            at,
-            f"{device.id}: {_name(holder)} {what}",
-            priority=5,
-            device=device.record,
-            lease=device.lease,
-            reason=what,
-            extra={"PID": str(holder.pid)},
-        )
-
-    def signalled(self, event: Signalled) -> None:
-        """Audit a signal and tell the Reap that waits for it."""
-        device = self.world.devices.get(event.device)
-        if device is not None:
-            holder = next(
-                (one for one in device.holders if one.ref == event.holder),
-                Holder(event.holder.pid, event.holder.start),
-            )
-            done = f"got SIG{event.signal}" if event.sent else f"was not signalled: {event.reason}"
-            step = self._signals.get(device.id, {}).get(holder.ref)
-            if event.sent or step is None or step.failure != event.reason:
-                self._audit_signal(device, holder, event.at, done)
-            if step is not None and step.what == event.signal:
-                failure = "" if event.sent else event.reason
-                self._note_step(device.id, holder.ref, replace(step, failure=failure))
-        for key, wait in sorted(self._reaps.items(), key=lambda one: one[1].tokens):
-            if wait.device != event.device or event.holder not in wait.left:
-                continue
-            left = wait.left - {event.holder}
-            wait = replace(wait, left=left, sent=wait.sent + event.sent)  # noqa: PLW2901
-            if left:
-                self.world.assign(self._reaps, key, wait)
-                continue
-            self.world.discard(self._reaps, key)
-            body = json.dumps({"ended": wait.sent})
-            requests.remember(self.world, key, wait.fingerprint, body, event.at)
-            for token in wait.tokens:
-                self.world.effect(Reply(token, body))
-
-    def reap(self, event: Reap) -> None:
-        """End the named holders of a device that is owed or occupied.  Raises Refusal."""
-        world = self.world
-        key = RequestKey(event.actor.uid, "", "Reap", event.request_id)
-        earlier = requests.replay(world, key, event.fingerprint)
-        if earlier is not None:
-            world.effect(Reply(event.token, earlier.body))
-            return
-        waiting = self._reaps.get(key)
-        if waiting is not None:
-            requests.same(key, waiting.fingerprint, event.fingerprint)
-            world.assign(self._reaps, key, replace(waiting, tokens=(*waiting.tokens, event.token)))
-            return
-        requests.room(world, event.actor.uid)
-        device = world.devices.get(event.device)
-        if device is None:
-            raise Refusal(ErrorKind.NOT_FOUND, f"no device {printable(event.device)}; see the list of devices")
-        debt = world.debts.get(device.id)
-        if in_hands(device) or (debt is None and device.state is not State.OCCUPIED):
-            raise Refusal(
-                ErrorKind.UNAVAILABLE,
-                f"{device.id} is {device.state}: only a device that is reclaiming, faulty for want of its "
-                "return, or occupied has holders to end",
-            )
-        here = {holder.ref: holder for holder in device.holders}
-        missing = [target.pid for target in event.targets if target not in here]
-        if missing or not event.targets:
-            raise Refusal(
-                ErrorKind.NOT_FOUND,
-                f"process {missing[0] if missing else '(none named)'} with that start time does not hold "
-                f"{device.id}; GetHolders tells who does",
-            )
-        lease_uid = debt.uid if debt is not None and debt.lease else None
-        for target in event.targets:
-            refused = may_reap(here[target], lease_uid)
-            if refused:
-                raise Refusal(ErrorKind.NOT_AUTHORIZED, f"{refused}; nothing was ended")
-        wait = _ReapWait(device.id, event.fingerprint, (event.token,), frozenset(event.targets))
-        world.assign(self._reaps, key, wait)
-        if debt is None:
-            self.owe(device, None, Trigger.REAP, event.at, actor=event.actor, request_id=event.request_id)
-        else:
-            deadline = event.at.boot + world.settings.reclaim_deadline
-            world.put_debt(replace(debt, overdue=False, deadline=deadline))
-            world.move(
-                device,
-                Trigger.REAP,
-                event.at,
-                reason=device.reason if device.state is State.RECLAIMING else "reap",
-                actor=event.actor,
-                request_id=event.request_id,
-            )
-        debt = world.debts[device.id]
-        world.put_debt(replace(debt, targets=tuple(dict.fromkeys((*debt.targets, *event.targets)))))
-        for target in dict.fromkeys(event.targets):
-            self._note_step(device.id, target, _Step(event.at.boot, "TERM"))
-            world.effect(Terminate(device.id, debt.lease, here[target], "TERM", None))
-        self._look_again(device.id, event.at.boot + world.settings.kill_after)
+                self.endings.step(device, "", holder, refused, holder.uids[0], at)
 
     # -- alarms ------------------------------------------------------------------------------------
     def overdue(self, device_id: str, at: Instant) -> None:
@@ -643,7 +480,7 @@ class Returns:
             world.alarm(debt.deadline, "debt", device_id)
             return
         world.put_debt(replace(debt, overdue=True))
-        names = ", ".join(_name(holder) for holder in device.holders[:8]) or "nobody that could be seen"
+        names = ", ".join(process_name(holder) for holder in device.holders[:8]) or "nobody that could be seen"
         why = f"it is held by {names}"
         reason = names
         revocation = world.revoking.get(debt.lease)
@@ -674,10 +511,3 @@ class Returns:
             or not device.scanned
         ):
             self.world.effect(RequestScan((device_id,)))
-
-
-def _name(holder: Holder) -> str:
-    """Name a process for the journal."""
-    what = printable(holder.exe or holder.comm or "?", 80)
-    unit = f", {printable(holder.unit, 64)}" if holder.unit else ""
-    return f"pid {holder.pid} ({what}, uid {holder.uids[0]}{unit})"

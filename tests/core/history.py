@@ -847,7 +847,7 @@ class History(RuleBasedStateMachine):
     @rule(pick=picks, lift=st.booleans())
     def cordon(self, pick: int, lift: bool) -> None:
         devices = list(self.host.governor.devices.values())
-        waiting = {one.event.device for one in self.host.governor.presence._cordons.values()}
+        waiting = {one.event.device for one in self.host.governor.cordons._waiting.values()}
         if lift and pick % 4:
             devices = [one for one in devices if one.cordon or one.id in waiting]
         device = self._pick(pick, devices)
