@@ -84,9 +84,9 @@ class Refusals:
 class Dispatcher:
     """The table of members and the one order in which each call is looked at.
 
-    SETTLE() is called before a reply, to have the signals it rests on go out first;
-    ``done(sender)`` (to be set) once a call is answered.  Raises ValueError at once if the table, the
-    interface files and the who-may table do not name the same members.
+    SETTLE() is called before a call is acted on and before its reply, to have the signals that these
+    rest on go out first; ``done(sender)`` (to be set) once a call is answered.  Raises ValueError at once
+    if the table, the interface files and the who-may table do not name the same members.
     """
 
     def __init__(
@@ -139,6 +139,8 @@ class Dispatcher:
             rule = METHODS[member]
             refusal = self._authorizer.refusal(rule, call, entry.subject(call))
             if refusal is None:
+                # what a reply is made of must not be older than the news that goes before it
+                self._settle()
                 result = entry.act(call)
             elif rule.action is None:
                 raise refusal

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from gi.repository import Gio, GLib
 
 from hetero_agent import names
@@ -177,6 +178,32 @@ def test_properties_changed_goes_once_per_turn(bus: PrivateBus) -> None:
         service.do(lambda: service.service.publisher.publish([DeviceChanged(ID), DeviceChanged("gone")]))
         _settled(client)
         assert len(client.signals(PROPERTIES, "PropertiesChanged")) == 1
+
+
+@pytest.mark.parametrize("method", ["GetManagedObjects", "GetSnapshot"])
+def test_a_reply_is_never_older_than_the_news_that_went_before_it(bus: PrivateBus, method: str) -> None:
+    """Whoever takes the reply as the state of things would keep what the news had overtaken."""
+    with Service(bus, devices=[record(0)]) as service, Client(bus) as client:
+        # the caller is known, so that its next call is dispatched at once, and what it reads is at hand
+        client.devices()
+        client.manager("GetSnapshot", "u", 0)
+        turns = service.service._turns
+        run = turns.run
+
+        def change_first() -> None:
+            # a change in the same turn of the loop, before the call is dispatched
+            if turns._ready:
+                service.observe(record(0, driver="new"))
+            run()
+
+        service.service._connection.on_turn = change_first
+        if method == "GetManagedObjects":
+            seen = client.devices()[ID]["Driver"]
+        else:
+            _, rows = client.manager(method, "u", 0)
+            seen = rows[0][9]["driver"]
+        assert _changed(client, PATH)["Driver"] == "new"
+        assert seen == "new"
 
 
 def test_reports(bus: PrivateBus, monkeypatch: Any) -> None:
