@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 _NAME = re.compile(r"\(\?P<\w+>")
+#: What is an error in a pattern, or means something else, once others stand before it: flags for all of it,
+#: references to its groups, a parenthesis that only looks like the beginning of a group.
+_APART = re.compile(r"\(\?[aiLmsux]+\)|\(\?P=|\(\?\(|\\[1-9]|\\\(\?P<")
 #: Characters of a message that are looked at, and passed on.
 LINE_MAX = 1024
 
@@ -29,9 +32,10 @@ class Rules:
     def __init__(self, rules: list[list[Any]]) -> None:
         self._rules = [(re.compile(pattern), frozenset(codes)) for pattern, codes, _ in rules]
         self.good = [bool(good) for _, _, good in rules]
-        # most messages fit none of them: one search instead of one for each
-        either = "|".join(f"(?:{_NAME.sub('(?:', pattern)})" for pattern, _, _ in rules)
-        self._any = re.compile(either or r"(?!)")
+        # most messages fit none of them: one search instead of one for each, where that can be had
+        patterns = [pattern for pattern, _, _ in rules]
+        either = "|".join(f"(?:{_NAME.sub('(?:', pattern)})" for pattern in patterns) or r"(?!)"
+        self._any = re.compile("" if any(map(_APART.search, patterns)) else either)
 
     def match(self, line: str) -> tuple[int, str, str, str] | None:
         """Return the number of the first rule that fits, with address, name and code, "" for none."""

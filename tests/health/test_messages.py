@@ -242,6 +242,25 @@ def test_a_name_and_no_group_at_all() -> None:
     assert messages.Rules([]).match("anything") is None
 
 
+@pytest.mark.parametrize(
+    ("pattern", "line", "address"),
+    [
+        (r"(?i)npu (?P<address>\S+): DEAD", "NPU 0000:01:00.0: dead", "0000:01:00.0"),
+        (r"(npu|vpu)\d \1 (?P<address>\S+): dead", "vpu7 vpu 0000:01:00.0: dead", "0000:01:00.0"),
+        (r"npu (?P<address>\S+) (?P=address): dead", "npu 0000:01:00.0 0000:01:00.0: dead", "0000:01:00.0"),
+        (r"npu( at)? (?P<address>\S+)(?(1): dead|: gone)", "npu at 0000:01:00.0: dead", "0000:01:00.0"),
+        (r"npu \(?P<a>(?P<address>\S+): dead", "npu (P<a>0000:01:00.0: dead", "0000:01:00.0"),
+    ],
+)
+def test_a_pattern_means_the_same_beside_others(pattern: str, line: str, address: str) -> None:
+    others = [[r"(a|b) (?P<address>\S+) (?P<code>\d+): dead", [], False], [r"vendor: (?P<code>\d+)", [], False]]
+    assert messages.Rules([[pattern, [], False]]).match(line) == (0, address, "", "")
+    compiled = messages.Rules([*others, [pattern, [], False]])
+    assert compiled.match(line) == (2, address, "", "")
+    assert compiled.match("vendor: 7") == (1, "", "", "7")
+    assert compiled.match("something else") is None
+
+
 def test_the_same_message_passes_once_a_second_and_another_at_once() -> None:
     throttle = messages.Throttle()
     fault, well = (0, "79"), (1, "")
