@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_agent.core import address
-from hetero_agent.core.model import DeviceRecord, Opinion, Origin, Role
-from hetero_agent.core.symptoms import Symptoms
+from hetero_agent.core.model import DeviceRecord, Obstacle, Opinion, Origin, Role
+from hetero_agent.core.symptoms import Probe, Symptoms
 from hetero_agent.core.verdict import Standing
 from hetero_agent.health.counters import Sample
 
@@ -49,6 +49,8 @@ class Patient:
 def spec_of(record: DeviceRecord, symptoms: Symptoms) -> dict[str, Any]:
     """Return what the probe worker needs to know of a device (see `probes.probe`)."""
     kernel = record.source == "kernel"
+    # what only the profile's own driver could answer, which has not got the device
+    without = {Probe.NVIDIA_PROC} if record.obstacle in (Obstacle.VFIO, Obstacle.NO_DRIVER) else set()
     return {
         "path": record.path if kernel else "",
         "pci": address_in(record.path) if kernel else "",
@@ -58,7 +60,7 @@ def spec_of(record: DeviceRecord, symptoms: Symptoms) -> dict[str, Any]:
             for one in record.nodes
             if one.role is not Role.CONTROL
         ],
-        "probes": [str(one) for one in symptoms.probes] if kernel else [],
+        "probes": [str(one) for one in symptoms.probes if one not in without] if kernel else [],
     }
 
 

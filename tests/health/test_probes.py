@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetero_agent.core.model import Node, Role
+from hetero_agent.core.model import Node, Obstacle, Role
 from hetero_agent.core.symptoms import Probe, Symptoms
 from hetero_agent.health import probes
 from hetero_agent.health.roster import spec_of
@@ -300,6 +300,18 @@ def test_an_nvidia_card_that_its_driver_has_forgotten(tmp_path: Path, monkeypatc
     assert findings(look(path, driver="nvidia")) == [
         ("failed", "the driver has no entry for it in /proc any more")
     ]
+
+
+@pytest.mark.parametrize(("driver", "obstacle"), [("vfio-pci", Obstacle.VFIO), ("nouveau", Obstacle.NO_DRIVER)])
+def test_a_card_of_another_driver_is_not_missed_by_nvidias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, obstacle: Obstacle
+) -> None:
+    path = device_directory(tmp_path)
+    bind(path, driver)
+    (tmp_path / "gpus" / "0000:5e:00.0").mkdir(parents=True)
+    monkeypatch.setattr(probes, "NVIDIA_GPUS", str(tmp_path / "gpus"))
+    assert findings(look(path, driver=driver, obstacle=obstacle)) == []
+    assert findings(look(path, driver=driver))  # in doubt it is looked for
 
 
 def test_only_the_probes_of_the_profile_are_made(tmp_path: Path) -> None:
