@@ -28,7 +28,7 @@ class ReadTimeoutError(Exception):
 
 
 class NoReaderError(Exception):
-    """All threads hang, so the read was not even begun."""
+    """All threads hang, so the read was not even begun.  (One that only waits its turn goes on waiting.)"""
 
 
 class _Job:
@@ -73,6 +73,8 @@ class Readers:
         self._workers: set[_Worker] = set()
         self._lock = threading.Lock()
         self._closed = False
+        #: when a thread last took up a read (time.monotonic)
+        self._taken = 0.0
 
     @property
     def stuck(self) -> int:
@@ -83,7 +85,8 @@ class Readers:
         """Return what WORK returns in a thread, or raise what it raises.
 
         Raises ReadTimeoutError DEADLINE seconds after the start, NoReaderError if no thread
-        became free in that time.  RETURNED is called on the loop if an abandoned read comes back.
+        became free, for this read or another, in that time.  RETURNED is called on the loop if an
+        abandoned read comes back.
         """
         job = _Job(asyncio.get_running_loop(), work)
         asked = time.monotonic()
@@ -91,7 +94,8 @@ class Readers:
         while not job.done.done():
             self._ensure()
             await asyncio.wait({job.done}, timeout=_SLOW)
-            if not job.done.done() and time.monotonic() - (job.started or asked) > deadline:
+            begun = job.started or max(asked, self._taken)
+            if not job.done.done() and time.monotonic() - begun > deadline:
                 job.done.cancel()
                 if not job.started:
                     raise NoReaderError
@@ -142,7 +146,7 @@ class Readers:
                         self._workers.discard(worker)
                         return
                 continue
-            job.started = time.monotonic()
+            job.started = self._taken = time.monotonic()
             worker.job = job
             result: object = None
             failure: BaseException | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,21 @@ def test_results_and_errors_come_back() -> None:
         }
         assert names == {"discovery-reader"}
         assert len(readers._workers) == 1
+        readers.close()
+
+    asyncio.run(body())
+
+
+def test_a_long_queue_is_no_sign_that_threads_hang() -> None:
+    async def body() -> None:
+        readers = Readers(most=1)
+
+        def work(number: int) -> int:
+            time.sleep(0.02)
+            return number
+
+        calls = (readers.call(lambda number=number: work(number), 0.3, lambda: None) for number in range(40))
+        assert await asyncio.gather(*calls) == list(range(40))
         readers.close()
 
     asyncio.run(body())
