@@ -77,7 +77,7 @@ class Callers:
         self._asking.discard(bus_name)
 
     def ask(self, bus_name: str, done: Callable[[Caller | None], None]) -> None:
-        """Find out who it is and call DONE on the loop; None if the bus does not say."""
+        """Find out who it is and call DONE on the loop; None if the bus does not say, or it has left."""
         self._asking.add(bus_name)
         task = asyncio.get_running_loop().create_task(self._ask(bus_name, done))
         self._tasks.add(task)
@@ -101,7 +101,10 @@ class Callers:
             caller = await self._fetch(bus_name)
         except (CallFailed, KeyError, TypeError, ValueError) as error:
             log.info("no credentials of %s: %s", bus_name, error)
-        if caller is not None and bus_name in self._asking:
+        if bus_name not in self._asking:
+            # it has left meanwhile, and nobody will say so again: its calls must not be acted on
+            caller = None
+        elif caller is not None:
             self._known[bus_name] = caller
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)

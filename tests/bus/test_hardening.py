@@ -341,3 +341,27 @@ def test_a_caller_that_leaves_at_once(bus: PrivateBus) -> None:
             what="callers forgotten",
         )
         _alive(service)
+
+
+def test_a_provider_that_leaves_before_it_is_known(bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its session would never end, since the news that it left had come before."""
+    register = (names.ROOT, names.PROVIDERS, "RegisterProvider", "susa{sv}")
+    with Service(bus) as service, Client(bus, listen=False) as next_one:
+        callers = service.service._callers
+        looking, seen, identify = threading.Event(), threading.Event(), callers._identify
+
+        def slow(pid: int) -> Any:
+            looking.set()
+            assert seen.wait(30)
+            return identify(pid)
+
+        _alive(service)
+        monkeypatch.setattr(callers, "_identify", slow)
+        with RawClient(bus) as fleeting:
+            fleeting.send(*register, ["r", 1, "sim", {}])
+            assert looking.wait(30)
+        wait_until(lambda: not callers._asking, what="the news that it has left")
+        seen.set()
+        wait_until(lambda: service.do(lambda: not service.service._turns._clients), what="no calls left")
+        assert service.service._registry.usage() == {"providers": 0}
+        assert next_one.call(*register, "r", 1, "sim", {})["protocol-version"] == 1
