@@ -158,6 +158,9 @@ class HealthEdge:
             return
         rebound = bool(record.driver) and not patient.record.driver
         other = _looks(record) != _looks(patient.record)
+        if record.serial and not patient.record.serial and self._memory.of(device, record.serial) is None:
+            # what was kept of an earlier life is the fault of another card that was in this place
+            patient.standing = replace(patient.standing, latch=None)
         self._describe(patient, record)
         if rebound or repaired:
             self._stand(patient, verdict.reset(patient.standing))
@@ -175,18 +178,18 @@ class HealthEdge:
         symptoms = self._symptoms.get(record.profile, Symptoms())
         if patient is None:
             patient = Patient(record, {}, symptoms)
-            kept = self._memory.faults.get((record.id, record.serial))
-            patient.standing = Standing(latch=kept)
+            patient.standing = Standing(latch=self._memory.of(record.id, record.serial))
+            self._describe(patient, record)
         else:
             replaced = bool(record.serial and patient.record.serial and record.serial != patient.record.serial)
             old = patient.standing
             if not patient.blocked:
                 # an answer that is still to come is about what was there before
                 patient = Patient(record, {}, symptoms)
-            fresh = Standing() if replaced else Standing(latch=old.latch, left=old.left)
-            patient.standing = verdict.reset(fresh)
+            patient.standing = Standing() if replaced else Standing(latch=old.latch, left=old.left)
             patient.said, patient.sample = {}, None
-        self._describe(patient, record)
+            self._describe(patient, record)
+            self._stand(patient, verdict.reset(patient.standing))
         self._say([patient])
         self._rounds.soon(patient)
 
@@ -205,13 +208,9 @@ class HealthEdge:
         latch, patient.standing = patient.standing.latch, standing
         if standing.latch is latch:
             return
-        key = (patient.id, patient.record.serial)
-        if standing.latch is None:
-            self._memory.faults.pop(key, None)
-        elif latch is not None and standing.latch == replace(latch, good=standing.latch.good):
+        if standing.latch and latch and standing.latch == replace(latch, good=standing.latch.good):
             return
-        else:
-            self._memory.faults[key] = standing.latch
+        self._memory.keep(patient.id, patient.record.serial, standing.latch)
         self._memory.save()
 
     def _probed(self, results: Sequence[Result]) -> None:

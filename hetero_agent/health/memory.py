@@ -47,6 +47,23 @@ class Memory:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("%s is not used: %s", self.path, printable(error))
 
+    def of(self, device: str, serial: str) -> Latch | None:
+        """Return the fault of DEVICE.  While its SERIAL can't be read, as of one that sleeps, or could not
+        when the fault was told of, its place has to do."""
+        return next((self.faults[key] for key in self._keys(device, serial)), None)
+
+    def keep(self, device: str, serial: str, latch: Latch | None) -> None:
+        """Have LATCH, or none, as the fault of DEVICE."""
+        for key in self._keys(device, serial):
+            del self.faults[key]
+        if latch is not None:
+            self.faults[device, serial] = latch
+
+    def _keys(self, device: str, serial: str) -> list[tuple[str, str]]:
+        """What may be known of it, the surest first."""
+        found = [key for key in self.faults if key[0] == device and (not serial or key[1] in (serial, ""))]
+        return sorted(found, key=lambda key: key[1] != serial)
+
     def save(self) -> None:
         """Write it.  A failure is logged: what is lost then is the memory, not the fault."""
         data = {

@@ -282,6 +282,67 @@ def test_a_fault_is_not_taken_over_by_a_device_with_another_serial(tmp_path: Pat
     with_rig(other, tmp_path, symptoms=SYMPTOMS)
 
 
+@pytest.mark.parametrize(("told", "later"), [("S1", ""), ("", "S1"), ("", "")])
+def test_a_fault_and_its_end_outlive_the_agent_while_the_serial_can_not_be_read(
+    tmp_path: Path, told: str, later: str
+) -> None:
+    path = device_directory(tmp_path)
+
+    async def sick(rig: Rig) -> None:
+        await watched(rig, path, serial=told)
+        say(rig, Fault.FATAL)
+
+    async def still(rig: Rig) -> None:
+        record = await watched(rig, path, serial=later)
+        assert rig.health(path.name, K) is H.UNHEALTHY
+        # it woke up
+        rig.edge.watch(path.name, record := replace(record, serial="S1"), False)
+        await never(rig, path.name, H.HEALTHY)
+        rig.edge.watch(path.name, record, True)
+        await rig.until(path.name, H.HEALTHY, K)
+
+    async def well(rig: Rig) -> None:
+        await watched(rig, path, serial=later)
+        assert rig.said(path.name, K) == []
+
+    for life in (sick, still, well):
+        with_rig(life, tmp_path, symptoms=SYMPTOMS)
+
+
+def test_a_card_whose_serial_shows_late_does_not_keep_the_fault_of_another(tmp_path: Path) -> None:
+    path = device_directory(tmp_path)
+
+    async def sick(rig: Rig) -> None:
+        await watched(rig, path, serial="S1")
+        say(rig, Fault.FATAL)
+
+    async def other(rig: Rig) -> None:
+        record = await watched(rig, path, serial="")
+        assert rig.health(path.name, K) is H.UNHEALTHY
+        rig.edge.watch(path.name, replace(record, serial="S2"), False)
+        await rig.until(path.name, H.HEALTHY, K)
+
+    with_rig(sick, tmp_path, symptoms=SYMPTOMS)
+    with_rig(other, tmp_path, symptoms=SYMPTOMS)
+
+
+def test_that_a_device_was_plugged_in_anew_outlives_the_agent(tmp_path: Path) -> None:
+    path = device_directory(tmp_path)
+
+    async def sick(rig: Rig) -> None:
+        record = await watched(rig, path, serial="S1")
+        say(rig, Fault.FATAL)
+        rig.edge.watch(path.name, None, False)
+        rig.edge.watch(path.name, record, False)
+
+    async def well(rig: Rig) -> None:
+        await watched(rig, path, serial="S1")
+        await rig.until(path.name, H.HEALTHY, K)
+
+    with_rig(sick, tmp_path, symptoms=SYMPTOMS)
+    with_rig(well, tmp_path, symptoms=SYMPTOMS)
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", '{"boot": 1}', '{"boot": "BOOT", "cursor": "", "faults": [1]}', "\0" * 100, "other boot"],
