@@ -52,11 +52,12 @@ class Units:
         self._paths: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscribed = False
+        self._hears_of_removals = False
 
     async def resolve(self, name: str) -> UnitRef:
         """Return the present run of a unit.  Raises Refusal."""
         try:
-            path, state, invocation = await self._look(name)
+            state, invocation = await self._look(name)
         except CallFailed as error:
             if error.name in _ABSENT:
                 raise Refusal(
@@ -70,7 +71,6 @@ class Units:
             ) from None
         if state not in _RUNNING or not invocation:
             raise invalid(f"unit: {printable(name, 64)} is {printable(state, 32)}; start it first")
-        self._paths[name] = path
         return UnitRef(name, invocation)
 
     async def main_pid(self, name: str) -> int:
@@ -125,17 +125,33 @@ class Units:
                 self._start(self._check(lease, unit))
 
     async def _subscribe(self, lease: str, unit: UnitRef) -> None:
-        """Subscribe, then check: an end in between is not missed."""
+        """Subscribe, then check: an end in between is not missed.  If no news will come, look again
+        and again."""
+        while self._watched.get(lease) == unit:
+            try:
+                await self.subscribe()
+                await self._listen(lease, unit)
+            except CallFailed as error:
+                log.debug("watching unit %s: %s", printable(unit.name, 64), error)
+            await self._check(lease, unit)
+            if unit.name in self._paths:
+                return
+            await asyncio.sleep(_RETRY)
+
+    async def _listen(self, lease: str, unit: UnitRef) -> None:
+        """Have the bus pass on news of the unit: by one rule for all leases that are bound to it, since
+        the bus allows a connection some hundred rules only.  Raises CallFailed."""
+        if unit.name in self._paths:
+            return
+        path = str((await self._call(_PATH, _MANAGER, "GetUnit", unit.name))[0])
+        if unit.name in self._paths or self._watched.get(lease) != unit:
+            return
+        self._paths[unit.name] = path
         try:
-            await self.subscribe()
-            path = self._paths.get(unit.name)
-            if path is None:
-                path = str((await self._call(_PATH, _MANAGER, "GetUnit", unit.name))[0])
-                self._paths[unit.name] = path
             await self._match("AddMatch", path)
-        except CallFailed as error:
-            log.debug("watching unit %s: %s", printable(unit.name, 64), error)
-        await self._check(lease, unit)
+        except CallFailed:
+            self._paths.pop(unit.name, None)
+            raise
 
     async def subscribe(self) -> None:
         """Have systemd send its signals, which it does only for those who asked."""
@@ -144,7 +160,10 @@ class Units:
         self._subscribed = True
         rule = f"type='signal',sender='{SYSTEMD}',interface='{_MANAGER}',member='UnitRemoved'"
         try:
-            await self._add_match("AddMatch", rule)
+            if not self._hears_of_removals:
+                # the rule is about the name, whoever owns it
+                await self._add_match("AddMatch", rule)
+                self._hears_of_removals = True
             await self._call(_PATH, _MANAGER, "Subscribe")
         except CallFailed as error:
             # no systemd here, or it has this connection on its list already
@@ -153,7 +172,7 @@ class Units:
     async def _check(self, lease: str, unit: UnitRef) -> None:
         while self._watched.get(lease) == unit:
             try:
-                _, state, invocation = await self._look(unit.name)
+                state, invocation = await self._look(unit.name)
                 over = state not in _RUNNING or invocation != unit.invocation
             except CallFailed as error:
                 if not error.name.endswith(".NoSuchUnit"):
@@ -166,8 +185,8 @@ class Units:
                 self._gone(lease)
             return
 
-    async def _look(self, name: str) -> tuple[str, str, str]:
-        """Path, ActiveState and InvocationID (hex) of a loaded unit; between two runs, the sub-state
+    async def _look(self, name: str) -> tuple[str, str]:
+        """ActiveState and InvocationID (hex) of a loaded unit; between two runs, the sub-state
         instead.  Raises CallFailed."""
         path = str((await self._call(_PATH, _MANAGER, "GetUnit", name))[0])
         state = (await self._call(path, contract.PROPERTIES, "Get", _UNIT, "ActiveState"))[0].value
@@ -176,7 +195,7 @@ class Units:
             state = detail if detail in _BETWEEN_RUNS else state
         raw = (await self._call(path, contract.PROPERTIES, "Get", _UNIT, "InvocationID"))[0].value
         invocation = bytes(raw).hex() if isinstance(raw, (bytes, list)) else ""
-        return path, str(state), invocation
+        return str(state), invocation
 
     async def _call(self, path: str, interface: str, member: str, *arguments: str) -> list[Any]:
         return await self._connection.call(

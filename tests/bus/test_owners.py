@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,60 @@ def test_systemd_that_does_not_answer_ends_nothing(
             assert _gone(service) == []
             systemd.set(UNIT, "failed", RUN)
             wait_until(lambda: _gone(service) == [("l", "unit")], what="the end")
+
+
+def test_no_rule_of_the_bus_stays_behind(unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus allows 512 rules; with those of ended leases left, no unit's end would be heard of."""
+    with Service(unit_bus, devices=[record(0)]) as service, Client(unit_bus) as root:
+        owners = service.service.owners
+        call, rules = owners._connection.call, Counter[str]()
+
+        async def counted(*arguments: Any, **more: Any) -> list[Any]:
+            if arguments[3] in ("AddMatch", "RemoveMatch"):
+                rules[arguments[5][0]] += 1 if arguments[3] == "AddMatch" else -1
+            return await call(*arguments, **more)
+
+        def idle() -> bool:
+            return service.do(lambda: not owners.units._tasks)
+
+        monkeypatch.setattr(owners._connection, "call", counted)
+        for _ in range(3):  # daemon-reexec
+            with FakeSystemd(unit_bus, {UNIT: ("active", RUN)}) as systemd:
+                wait_until(lambda one=systemd: one.subscribed > 0, what="the subscription")
+                for lease in ("one", "two", "three"):
+                    service.do(owners.watch, lease, Binding(unit=UnitRef(UNIT, RUN)))
+                wait_until(idle, what="the checks to end")
+                assert sum("path=" in rule and count == 1 for rule, count in rules.items()) == 1
+        for lease in ("one", "two", "three"):
+            service.do(owners.unwatch, lease)
+        wait_until(idle, what="the rules to go")
+        assert {rule: count for rule, count in rules.items() if count and "path=" in rule} == {}
+        assert all(count <= 1 for count in rules.values())
+        # who gets no lease leaves nothing either
+        with FakeSystemd(unit_bus, {UNIT: ("active", RUN)}), pytest.raises(CallError, match="can't satisfy"):
+            root.allocate("r", RESOURCE, 2, {"unit": V("s", UNIT)})
+        assert service.do(lambda: dict(owners.units._paths)) == {}
+
+
+def test_a_unit_that_the_bus_takes_no_rule_for(unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "_RETRY", 0.05)
+    with FakeSystemd(unit_bus, {UNIT: ("active", RUN)}) as systemd, Service(unit_bus) as service:
+        owners = service.service.owners
+        call, refused = owners._connection.call, []
+
+        async def full(*arguments: Any, **more: Any) -> list[Any]:
+            if arguments[3] == "AddMatch" and "path=" in arguments[5][0]:
+                refused.append(arguments[5])
+                raise CallFailed("org.freedesktop.DBus.Error.LimitsExceeded", "too many rules")
+            return await call(*arguments, **more)
+
+        monkeypatch.setattr(owners._connection, "call", full)
+        service.do(owners.watch, "l", Binding(unit=UnitRef(UNIT, RUN)))
+        wait_until(lambda: len(refused) > 1, what="a second try")
+        assert _gone(service) == []
+        systemd.set(UNIT, "failed", RUN)
+        wait_until(lambda: _gone(service) == [("l", "unit")], what="the end")
+        wait_until(lambda: service.do(lambda: not owners.units._tasks), what="the looking to end")
 
 
 def test_the_main_process_of_a_service(unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
