@@ -19,7 +19,7 @@ from hetero_agent.core.model import Actor, DeviceRecord, Health, Instant, Node, 
 from hetero_agent.providers import nodes, report
 from hetero_agent.text import is_printable, printable
 
-#: Requests of one provider whose answers are remembered for retries.
+#: Requests of one session of a provider whose answers are remembered for retries.
 REMEMBERED: Final = 64
 #: Seconds that looking at the nodes of one report may take.
 INSPECTION_DEADLINE: Final = 5.0
@@ -187,6 +187,7 @@ class Registry:
         for name, provider in list(self._providers.items()):
             if name not in self._tables:
                 self._cancel_grace(provider)
+                provider.bus_name = ""
                 del self._providers[name]
                 if provider.records:
                     self._submit(Observed(self._now(), name, gone=tuple(provider.records)))
@@ -230,7 +231,8 @@ class Registry:
             )
         self._cancel_grace(provider)
         provider.bus_name, provider.uid = bus_name, uid
-        provider.version, provider.assembly = 0, None
+        # its list begins anew, so no answer about an earlier one may stand for it
+        provider.version, provider.assembly, provider.answers = 0, None, {}
         self._providers[provider.name] = provider
 
     def _end(self, provider: _Provider) -> None:
@@ -332,9 +334,8 @@ class Registry:
             return {"accepted": True, "version": provider.version, "reason": reason}
         entries = [entry for _, part in sorted(assembly.got.items()) for entry in part]
         self._check(provider, entries)
-        found = await self._inspect(provider, entries)
-        if provider.bus_name != bus_name:
-            raise Refusal(ErrorKind.NOT_AUTHORIZED, "the session ended meanwhile; call RegisterProvider again")
+        found = await self._inspect(provider, bus_name, entries)
+        self._check_session(provider, bus_name)
         stale = self._stale(provider, version)
         if stale is not None:
             return stale
@@ -372,13 +373,20 @@ class Registry:
                 if owner not in ("", provider.name):
                     report.refuse(f"device {entry.id}: {name} is a device of {printable(owner, 64)} already")
 
-    async def _inspect(self, provider: _Provider, entries: list[report.Entry]) -> Nodes:
+    @staticmethod
+    def _check_session(provider: _Provider, bus_name: str) -> None:
+        """Raise Refusal if the session has ended while something was waited for."""
+        if provider.bus_name != bus_name:
+            raise Refusal(ErrorKind.NOT_AUTHORIZED, "the session ended meanwhile; call RegisterProvider again")
+
+    async def _inspect(self, provider: _Provider, bus_name: str, entries: list[report.Entry]) -> Nodes:
         """Look at the claimed nodes in a thread of their own: one for each provider at a time, so that
         a node that hangs costs one thread and this provider's reports, nothing else."""
         loop = asyncio.get_running_loop()
         end = loop.time() + INSPECTION_DEADLINE
         while provider.inspection is not None and not provider.inspection.done():
             await self._finished(provider.inspection, end - loop.time())
+        self._check_session(provider, bus_name)
         table = self._tables[provider.name]
         claims = list(dict.fromkeys((node.path, node.role) for entry in entries for node in entry.nodes))
         future: asyncio.Future[Nodes] = loop.create_future()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -447,6 +448,24 @@ def test_the_last_64_requests_are_remembered(tmp_path: Path) -> None:
     run(body, tmp_path)
 
 
+def test_a_new_session_remembers_no_requests(tmp_path: Path) -> None:
+    """A plugin that counts its requests from 1 starts with the ids of its last life."""
+
+    async def body(bench: Bench) -> None:
+        device = bench.device("a")
+        await bench.report(1, device, request="1")
+        bench.registry.connection_lost(BUS)
+        await wait_until_async(
+            lambda: bench.events[-1] == ProviderGone(Instant(1, 2), "npu"), what="the end of the grace time"
+        )
+        await bench.registry.register(ROOT, ":1.6", "npu", 1, {})
+        assert (await bench.report(1, device, bus_name=":1.6", request="1"))["accepted"]
+        assert ProviderGone(Instant(1, 2), "npu", back=True) in bench.events
+        assert bench.observed()[-1].complete
+
+    run(body, tmp_path)
+
+
 def test_grace(tmp_path: Path) -> None:
     async def body(bench: Bench) -> None:
         await bench.report(1, bench.device("a"))
@@ -517,6 +536,32 @@ def test_reload(tmp_path: Path) -> None:
         assert bench.events == [Observed(Instant(1, 2), "npu", gone=("a",))]
         assert bench.registry.usage() == {"providers": 0}
         await refused(bench.report(3), ErrorKind.NOT_AUTHORIZED, "call RegisterProvider first")
+
+    run(body, tmp_path)
+
+
+def test_reload_while_nodes_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looking, seen = threading.Event(), threading.Event()
+    real = module.nodes.inspect
+
+    def slow(*arguments: Any) -> Any:
+        looking.set()
+        assert seen.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(module.nodes, "inspect", slow)
+
+    async def body(bench: Bench) -> None:
+        device = bench.device("a")
+        first = asyncio.create_task(bench.report(1, device))
+        await wait_until_async(looking.is_set, what="the look at the nodes")
+        second = asyncio.create_task(bench.report(2, device))
+        await asyncio.sleep(0)  # it waits for the first
+        bench.registry.reload(Config(providers={}))
+        seen.set()
+        for one in (first, second):
+            await refused(one, ErrorKind.NOT_AUTHORIZED, "the session ended meanwhile")
+        assert bench.events == []
 
     run(body, tmp_path)
 
