@@ -86,10 +86,11 @@ def take(node: GrantedNode, uid: int) -> None:
     were, and without any other entry there is no ACL left and the mode is the plain one.
 
     Fine if the entry is gone, or the node, or if another one is in its place: that one has none
-    of ours.  Raises AccessError if the entry is there and can't be removed.
+    of ours.  A file that has got more names since is still the file: whoever may write it may link
+    it (proc(5), protected_hardlinks).  Raises AccessError if the entry is there and can't be removed.
     """
     try:
-        with _reached(node) as path:
+        with _reached(node, linked=True) as path:
             acl = _acl(path)
             mask = _mask(acl)
             if mask is None:
@@ -143,9 +144,10 @@ def look(node: GrantedNode) -> Rights:
 
 
 @contextlib.contextmanager
-def _reached(node: GrantedNode) -> Iterator[str]:
+def _reached(node: GrantedNode, *, linked: bool = False) -> Iterator[str]:
     """Yield a path of NODE's inode that is good while this lasts.  Raises _ElsewhereError if NODE's
-    own path leads to anything else, and AccessError for what fails inside."""
+    own path leads to anything else, or to a file that has other names, too, unless it may be LINKED;
+    and AccessError for what fails inside."""
     where = f"node {printable(node.path)}"
     try:
         inode = _walk(node.path)
@@ -161,7 +163,7 @@ def _reached(node: GrantedNode) -> Iterator[str]:
                 f"{where}: expected {node.kind} {node.major}:{node.minor}, found"
                 f" {kind or stat.filemode(found.st_mode)} {number[0]}:{number[1]}"
             )
-        if kind == "file" and found.st_nlink > 1:
+        if kind == "file" and found.st_nlink > 1 and not linked:
             # whoever may name a file in the directory may have linked one of somebody else's
             raise _ElsewhereError(f"{where}: the file has {found.st_nlink} names")
         yield f"/proc/self/fd/{inode}"

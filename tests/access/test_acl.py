@@ -355,6 +355,18 @@ def test_a_file_of_several_names_is_refused(tmp_path: Path) -> None:
     assert not extended(path)
 
 
+def test_a_second_name_keeps_no_entry(tmp_path: Path) -> None:
+    """Who may write a file may link it (proc(5), protected_hardlinks): so may a lease's owner."""
+    path = tmp_path / "npu0"
+    path.touch(mode=0o600)
+    what = row(path)
+    assert acl.give(what, UID)
+    os.link(path, tmp_path / "other")
+    acl.take(what, UID)
+    assert not extended(path)
+    assert not opens(tmp_path / "other", UID)
+
+
 def test_a_path_swapped_at_any_moment_leads_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
