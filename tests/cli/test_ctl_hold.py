@@ -260,6 +260,29 @@ def test_a_link_in_its_place_is_replaced(place: Path) -> None:
     assert not (place / "lease.env").is_symlink()
 
 
+@pytest.mark.parametrize("way", ["above", "link", "link above"])
+def test_a_directory_that_others_could_exchange_is_none_of_roots(place: Path, way: str) -> None:
+    """Whoever may rename a directory above, or a link on the way, chooses what is at the path later."""
+    user = place / "user"
+    (user / "safe").mkdir(parents=True)
+    (place / "safe").mkdir()
+    (user / "link").symlink_to(place / "safe")
+    (place / "link").symlink_to(user / "link")
+    os.chown(user, 1000, 1000)
+    directory = {"above": user / "safe", "link": user / "link", "link above": place / "link" / "new"}[way]
+    with pytest.raises(Complaint) as caught:
+        envfile.write(str(directory / "lease.env"), ["A=1"])
+    assert f"others than root may put files into {user}" in caught.value.cause
+    assert os.listdir(user / "safe") == os.listdir(place / "safe") == []
+
+
+def test_a_link_of_roots_leads_to_a_file(place: Path) -> None:
+    (place / "real").mkdir()
+    (place / "link").symlink_to("real")
+    envfile.write(str(place / "link" / "new" / "lease.env"), ["A=1"])
+    assert (place / "real" / "new" / "lease.env").read_text() == "A=1\n"
+
+
 def test_a_file_that_can_not_be_written(ctl: Ctl) -> None:
     result = ctl("hold", "-r", NPU, "--env-file", "/proc/none/lease.env", code=1)
     assert result.err.startswith("heteroctl: can't write /proc/none/lease.env: ")
