@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NoReturn
 
 from hetero_agent.cli import exitcodes
+from hetero_agent.cli.vigil import say
 from hetero_agent.text import printable
 
 #: What is passed on.  Of these, what the terminal sends reaches the child without our help.
@@ -93,9 +94,12 @@ class Command:
                 os.waitpid(self.pid, 0)
 
     def send(self, number: int) -> None:
-        """Send a signal to the command if it still runs."""
+        """Send a signal to the command if it still runs; say so if it became another user's (sudo)."""
         if self.status is None:
-            os.kill(self.pid, number)
+            try:
+                os.kill(self.pid, number)
+            except PermissionError:
+                say(f"signal {number} was not passed on: the command is another user's")
 
     def in_our_group(self) -> bool:
         """Tell whether what the terminal sends to us reaches the command too."""

@@ -17,7 +17,7 @@ from hetero_agent.client import session
 from tests.cli.conftest import Station
 from tests.support.agent import GROUP_GID, MEMBER, AgentProcess
 from tests.support.ctl import Ctl
-from tests.support.process import PYTHON, scratch
+from tests.support.process import PYTHON, ROOT, scratch
 from tests.support.wait import wait_until
 
 NPU = "example.com/npu"
@@ -254,6 +254,29 @@ def test_signals_are_passed_on_once_each(ctl: Ctl, place: Path) -> None:
                 what=f"the command to get {wanted}",
             )
         assert run.ended() == (33, "")
+
+
+#: Starts a command, and is another user's than that from then on: as with a command that became root (sudo).
+LESS = """
+import os
+from hetero_agent.cli.command import Command
+command = Command(["sh", "-c", "read line; exit 3"])
+command.start({"PATH": os.environ["PATH"]})
+os.setresuid(65534, 65534, 65534)
+command.send(15)
+print("sent", flush=True)
+while command.look() is None and command.status is None:
+    os.waitid(os.P_PID, command.pid, os.WEXITED | os.WNOWAIT)
+print(command.status)
+"""
+
+
+def test_a_signal_that_may_not_be_passed_on_is_told() -> None:
+    done = subprocess.run(
+        [PYTHON, "-c", LESS], input="\n", cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == "heteroctl: signal 15 was not passed on: the command is another user's\n"
+    assert done.stdout == "sent\n3\n"
 
 
 def test_what_the_terminal_sends_reaches_the_command_once(ctl: Ctl, place: Path) -> None:
