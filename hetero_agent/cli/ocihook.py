@@ -39,7 +39,8 @@ async def oci_hook(client: Client, args: argparse.Namespace, _: Printer) -> int:
     """Confirm the lease with the container's first process."""
     from hetero_agent.cli.complaints import Complaint  # noqa: PLC0415
 
-    pid = container_pid(sys.stdin.buffer.read(_LARGEST))
+    # without standard input (``<&-``) there is no stream
+    pid = container_pid(sys.stdin.buffer.read(_LARGEST) if sys.stdin is not None else b"")
     try:
         async with asyncio.timeout(_ANSWER):
             await _refuse_if_lost(client, args.lease)
@@ -74,7 +75,7 @@ def container_pid(data: bytes) -> int:
     state: Any
     try:
         state = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         state = None
     pid = state.get("pid") if isinstance(state, dict) else None
     # 0 is a virtual machine's, whose processes are none of this host's

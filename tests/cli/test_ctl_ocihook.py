@@ -138,7 +138,21 @@ def test_a_process_that_is_gone(ctl: Ctl) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "{}", state(0), state(-1), state(True), '{"pid": "7"}', '{"pid": 7.0}', "\udcff"],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        state(0),
+        state(-1),
+        state(True),
+        '{"pid": "7"}',
+        '{"pid": 7.0}',
+        "\udcff",
+        "[" * 9999,
+    ],
+    ids=range(12),
 )
 def test_what_is_no_state(text: str) -> None:
     with pytest.raises(Complaint) as caught:
@@ -152,6 +166,13 @@ def test_what_is_no_state_confirms_nothing(ctl: Ctl) -> None:
     assert done.returncode == 2
     assert "no container's state" in done.stderr
     assert ctl.json("leases")[0]["state"] == "pending"
+
+
+def test_no_standard_input_is_no_state(ctl: Ctl) -> None:
+    lease = ctl.json("allocate", "-r", "example.com/npu")["lease"]
+    done = hook(ctl, lease, "", before=("sh", "-c", 'exec "$@" <&-', "sh"))
+    assert done.returncode == 2
+    assert "no container's state" in done.stderr
 
 
 def test_an_agent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
