@@ -214,7 +214,7 @@ def parse(text: str, where: str = "configuration") -> Config:
     """Parse TOML text.  Raises ConfigError naming WHERE, the table and the key."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # other than TOMLDecodeError: too many digits, or brackets
         raise ConfigError(f"{where}: not TOML: {printable(error)}") from error
     tables: dict[str, Any] = {}
     for item in fields(Config):

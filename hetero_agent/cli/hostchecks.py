@@ -162,7 +162,7 @@ def _moves_netdevs(config: Path) -> bool:
 
     try:
         return tomllib.loads(config.read_text(encoding="utf-8"))["access"]["move-netdevs"] is True
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return False  # none, not readable for this user, or wrong: the agent says that
 
 

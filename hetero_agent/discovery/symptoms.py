@@ -81,7 +81,7 @@ def _message(table: Table) -> MessageRule:
     table.done()
     try:
         groups = set(re.compile(rule.pattern).groupindex)
-    except (re.error, RecursionError) as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ProfileError(f"{table.where} pattern: not a regular expression: {printable(error)}") from None
     for name in groups - GROUPS:
         raise ProfileError(f"{table.where} pattern: no group is called {name}; there are {_listed(GROUPS)}")

@@ -20,7 +20,7 @@ def read_toml(content: str, where: str) -> Table:
     """Return the root table of TOML text.  Raises ProfileError naming WHERE."""
     try:
         return Table(tomllib.loads(content), f"{where}:")
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # other than TOMLDecodeError: too many digits, or brackets
         raise ProfileError(f"{where}: not TOML: {printable(error)}") from error
 
 

@@ -99,6 +99,7 @@ def test_its_own_words_come_first() -> None:
         ("[[kernel-log]]\npattern = 'x'", "number 1 class: missing"),
         ("[[kernel-log]]\npattern = 'x'\nclass = 'bad'", "class: expected application, degraded, needs-reset"),
         ("[[kernel-log]]\npattern = '('\nclass = 'fatal'", "pattern: not a regular expression"),
+        ("[[kernel-log]]\npattern = 'a{99999999999}'\nclass = 'fatal'", "pattern: not a regular expression"),
         ("[[kernel-log]]\npattern = '(?P<what>x)'\nclass = 'fatal'", "no group is called what"),
         ("[[kernel-log]]\npattern = 'x'\nclass = 'fatal'\ncodes = [1]", "codes: the pattern has no group"),
         ("[[kernel-log]]\npattern = 'x'\nclass = 'fatal'\ntext = '{code}'", "text: {code} is unknown here"),

@@ -78,6 +78,8 @@ def test_variables_and_mounts_say_more_in_tables() -> None:
             "npu.toml: has no key colour; the keys are attributes, device,",
         ),
         ("schema = 1", "schema =", "npu.toml: not TOML: Invalid value"),
+        ("schema = 1", f"schema = {'9' * 5000}", "npu.toml: not TOML: Exceeds the limit"),
+        ("schema = 1", f"schema = {'[' * 5000}", "npu.toml: not TOML: maximum recursion depth"),
         (
             '"example.org/npu"',
             '"npu"',

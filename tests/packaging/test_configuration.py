@@ -132,3 +132,9 @@ def test_a_provider_directory_is_a_path(path: str) -> None:
 def test_a_provider_directory_leads_nowhere_else(path: str) -> None:
     with pytest.raises(config.ConfigError, match=r"\[x\] directory: expected an absolute path without \. and"):
         config.parse(f"[providers.x]\ndirectory = {json.dumps(path)}\n")
+
+
+@pytest.mark.parametrize("text", ["[", f"failures = {'9' * 5000}", f"failures = {'[' * 5000}"])
+def test_what_can_not_be_read_as_toml_is_told_as_that(text: str) -> None:
+    with pytest.raises(config.ConfigError, match=r"^here: not TOML: "):
+        config.parse(f"[health]\n{text}", "here")
