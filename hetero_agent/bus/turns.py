@@ -1,13 +1,14 @@
-"""Whose call is next: one of each caller in turn, so that no caller can keep another waiting.
+"""Whose call is next: one of each uid in turn, and of its connections in turn, so that no caller can
+keep another waiting, however many connections it has.
 
-A caller has a queue of its own, bounded; the loop gives other work a chance after each slice.
+A connection has a queue of its own, bounded; the loop gives other work a chance after each slice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from hetero_agent.bus.callers import Callers
@@ -57,7 +58,7 @@ class Turns:
         self._nameless = nameless
         self._busy = busy
         self._clients: dict[str, _Client] = {}
-        self._ready: deque[_Client] = deque()
+        self._ready: OrderedDict[int, deque[_Client]] = OrderedDict()
         self._bytes = 0
         self._due = False
 
@@ -79,14 +80,14 @@ class Turns:
             return
         client.waiting = True
         if client.caller is not None:
-            self._ready.append(client)
+            self._line_up(client, client.caller.uid)
         else:
             self._callers.ask(message.sender, lambda caller: self._named(client, caller))
 
     def _named(self, client: _Client, caller: Caller | None) -> None:
         client.caller = caller
         if caller is not None:
-            self._ready.append(client)
+            self._line_up(client, caller.uid)
         else:
             while client.queue:
                 self._nameless(self._next(client))
@@ -99,11 +100,14 @@ class Turns:
         """Dispatch for a slice of time; what is left comes in the next turns of the loop."""
         end = time.monotonic() + SLICE
         while self._ready and not self._busy():
-            client = self._ready.popleft()
+            uid, clients = self._ready.popitem(last=False)
+            client = clients.popleft()
+            if clients:
+                self._ready[uid] = clients
             if client.queue and client.caller is not None:
                 self._dispatch(self._next(client), client.caller)
             if client.queue:
-                self._ready.append(client)
+                self._line_up(client, uid)
             else:
                 client.waiting = False
                 self._tidy(client)
@@ -132,6 +136,9 @@ class Turns:
     def _again(self) -> None:
         self._due = False
         self.run()
+
+    def _line_up(self, client: _Client, uid: int) -> None:
+        self._ready.setdefault(uid, deque()).append(client)
 
     def _next(self, client: _Client) -> Incoming:
         message = client.queue.popleft()
