@@ -40,6 +40,9 @@ MAX_BODY_OF_BUS = 1024 * 1024
 MAX_HEADER = 16 * 1024
 #: The specification's bound on a whole message.
 MAX_MESSAGE = 128 * 1024 * 1024
+#: Largest body sent: the bus disconnects who sends more than max_message_size, 32 MiB
+#: (dbus-daemon(1)), with the header.
+MAX_BODY_SENT = 32 * 1024 * 1024 - 64 * 1024
 #: Bytes read in one loop turn, and messages taken out of them.
 READ_CHUNK = 64 * 1024
 MESSAGES_PER_TURN = 256
@@ -383,8 +386,11 @@ class Connection(MessageBus):
         return self._serial
 
     def reply(self, call: Incoming, signature: str, body: bytes) -> None:
-        """Answer a call with an encoded body."""
-        if call.wants_reply:
+        """Answer a call with an encoded body, or with an error if the bus would not take it."""
+        if len(body) > MAX_BODY_SENT:
+            text = f"the answer has {len(body)} bytes, and the bus takes {MAX_BODY_SENT} at most; ask for less"
+            self.error(call, _LIMITS_EXCEEDED, text)
+        elif call.wants_reply:
             self._put(self._frame(METHOD_RETURN, len(body), call, signature) + body)
 
     def error(self, call: Incoming, name: str, text: str) -> None:
@@ -395,7 +401,7 @@ class Connection(MessageBus):
 
     def signal(self, path: str, interface: str, member: str, signature: str, body: bytes) -> bool:
         """Broadcast a signal with an encoded body; return False if it had to be dropped."""
-        if self._out_bytes > MAX_SIGNAL_BACKLOG:
+        if self._out_bytes > MAX_SIGNAL_BACKLOG or len(body) > MAX_BODY_SENT:
             self.counters["signals_dropped"] += 1
             return False
         fields = _signal_fields(path, interface, member, signature)

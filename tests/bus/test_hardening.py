@@ -365,3 +365,18 @@ def test_a_provider_that_leaves_before_it_is_known(bus: PrivateBus, monkeypatch:
         wait_until(lambda: service.do(lambda: not service.service._turns._clients), what="no calls left")
         assert service.service._registry.usage() == {"providers": 0}
         assert next_one.call(*register, "r", 1, "sim", {})["protocol-version"] == 1
+
+
+def test_an_answer_that_the_bus_does_not_take(bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus disconnects who sends more than 32 MiB, whoever has asked for it."""
+    with Service(bus) as service, Client(bus) as client:
+        mirror = service.service.publisher._mirror
+        big = codec.encode("ay", (bytes(33 * 1024 * 1024),))
+        monkeypatch.setattr(mirror, "managed_objects", lambda: big)
+        with pytest.raises(CallError) as caught:
+            client.devices()
+        assert caught.value.name == "org.freedesktop.DBus.Error.LimitsExceeded"
+        assert "the bus takes 33488896 at most" in caught.value.text
+        _alive(service)
+        assert not service.do(lambda: service.service._connection.signal("/x", "a.b", "C", "ay", big))
+        _alive(service)
