@@ -93,12 +93,16 @@ class Rounds:
         return min(_STALL, self._table.deadline / 2)
 
     def configure(self, table: HealthTable) -> None:
-        """Go by another ``[health]`` table."""
+        """Go by another ``[health]`` table; who would have been looked at much later is so by the new one."""
         self._table = table
         self.rules = _rules(table)
         self._host.configure(self._stall)
-        for host in self._spare:
+        for host in (*self._spare, *self._lent):
             host.configure(table.deadline)
+        late = asyncio.get_running_loop().time() + table.interval
+        for patient in self._roster:
+            if patient.due > late:
+                self._next(patient)
 
     @property
     def blocked(self) -> list[str]:

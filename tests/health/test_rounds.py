@@ -450,6 +450,19 @@ def test_another_configuration_counts_from_now_on(tmp_path: Path) -> None:
     with_rig(test, tmp_path)
 
 
+def test_a_shorter_interval_does_not_wait_for_the_end_of_the_longer_one(tmp_path: Path) -> None:
+    path = device_directory(tmp_path, config="de10")
+
+    async def test(rig: Rig) -> None:
+        watch(rig, path)
+        await rig.until(path.name, H.HEALTHY)
+        rig.edge.configure(FAST)
+        (path / "config").write_bytes(b"\xff\xff")
+        await rig.until(path.name, H.UNHEALTHY, timeout=20)
+
+    with_rig(test, tmp_path, table=replace(FAST, interval=600))
+
+
 def test_error_counters_that_grow_are_a_fault_at_once_and_over_when_they_rest(tmp_path: Path) -> None:
     path = device_directory(tmp_path, aer_dev_fatal="TOTAL_ERR_FATAL 7")
 
