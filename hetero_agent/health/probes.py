@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Found = list[list[Any]]
 
 _ATTRIBUTE_MAX = 4096
-_ENTRIES_MAX = 64
+_ENTRIES_MAX = 1024
 
 #: Errors of a read that mean that the device doesn't answer, not that there is nothing to read.
 _SICK = (errno.EIO, errno.ENXIO, errno.ETIMEDOUT, errno.EREMOTEIO)

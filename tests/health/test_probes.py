@@ -272,6 +272,16 @@ def test_temperatures(tmp_path: Path, files: dict[str, str], hot: str) -> None:
     assert findings(look(path)) == ([("degraded", hot)] if hot else [])
 
 
+def test_a_temperature_among_very_many_sensors(tmp_path: Path) -> None:
+    path = device_directory(
+        tmp_path,
+        **{f"hwmon__hwmon0__in{number}_input": "900" for number in range(100)},
+        hwmon__hwmon0__temp1_input="99000",
+        hwmon__hwmon0__temp1_crit="95000",
+    )
+    assert findings(look(path)) == [("degraded", "temp1 is 99 °C, critical is 95 °C")]
+
+
 # -- vendors --------------------------------------------------------------------------------------
 def test_rdma_ports_that_do_not_work(tmp_path: Path) -> None:
     path = device_directory(
