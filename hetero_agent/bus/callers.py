@@ -129,9 +129,11 @@ class Callers:
         unit = ""
         try:
             if groups is None:
-                groups = await deadline(loop.run_in_executor(self._workers, groups_of, pid), DEADLINE)
+                groups = await deadline(loop.run_in_executor(self._workers, groups_of, pid, uid), DEADLINE)
             facts = await self.facts(pid) if pid else None
-            unit = facts.unit if facts is not None else ""
+            # the connection may have outlived the process that made it, and the pid be another's by now
+            if facts is not None and uid in (0, *facts.uids):
+                unit = facts.unit
         except TimeoutError:
             log.warning("/proc of process %d does not answer; its unit and groups stay unknown", pid)
         except OSError as error:
@@ -139,15 +141,17 @@ class Callers:
         return Caller(bus_name, uid, pid, frozenset(groups or ()), unit)
 
 
-def groups_of(pid: int) -> tuple[int, ...]:
-    """The groups of a process by proc(5), ``Gid`` and ``Groups`` in status; none if it is gone.
-    For a bus that does not tell them (dbus-daemon before 1.13.10)."""
+def groups_of(pid: int, uid: int) -> tuple[int, ...]:
+    """The groups of a process of UID by proc(5), ``Gid`` and ``Groups`` in status; none if it is gone, or
+    the pid is another uid's.  For a bus that does not tell them (dbus-daemon before 1.13.10)."""
     found: set[int] = set()
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return ()
     for line in text.splitlines():
+        if line.startswith("Uid:") and str(uid) not in line.split():
+            return ()
         if line.startswith(("Gid:", "Groups:")):
             found.update(int(word) for word in line.split()[1:])
     return tuple(sorted(found))

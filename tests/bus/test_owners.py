@@ -16,7 +16,8 @@ from hetero_agent.bus import units
 from hetero_agent.bus.callers import groups_of
 from hetero_agent.bus.transport import SIGNAL, CallFailed, Incoming
 from hetero_agent.core.events import OwnerGone
-from hetero_agent.core.model import Binding, ConnectionRef, UnitRef
+from hetero_agent.core.model import Binding, ConnectionRef, ProcessRef, UnitRef
+from hetero_agent.core.ports import ProcessFacts
 from tests.support.agent import GROUP_GID, MEMBER, OTHER_MEMBER
 from tests.support.bus import PrivateBus
 from tests.support.bus_service import RESOURCE, Service, record
@@ -302,6 +303,23 @@ def test_the_caller_is_known_by_uid_pid_and_groups(bus: PrivateBus) -> None:
         assert os.getgid() not in caller.groups
 
 
+@pytest.mark.parametrize(("uid", "unit"), [(MEMBER, UNIT), (OTHER_MEMBER, "")])
+def test_a_pid_that_is_anothers_by_now(
+    bus: PrivateBus, monkeypatch: pytest.MonkeyPatch, uid: int, unit: str
+) -> None:
+    """A connection may outlive the process that made it: whoever has its pid then lends it no unit."""
+    with Service(bus) as service, Client(bus, MEMBER, [GROUP_GID], listen=False) as client:
+        facts = ProcessFacts(ProcessRef(client.pid, 1), (uid, uid, uid, uid), UNIT)
+        callers = service.service._callers
+        monkeypatch.setattr(callers, "_identify", lambda _: facts)
+        client.manager("GetSnapshot", "u", 0)
+        caller = callers.get(client.unique_name)
+        assert caller is not None
+        assert caller.unit == unit
+
+
 def test_groups_from_proc_where_the_bus_does_not_tell_them() -> None:
-    assert set(groups_of(os.getpid())) == {*os.getresgid(), os.getgid(), *os.getgroups()}
-    assert groups_of(2**30) == ()
+    uid = os.getuid()
+    assert set(groups_of(os.getpid(), uid)) == {*os.getresgid(), os.getgid(), *os.getgroups()}
+    assert groups_of(2**30, uid) == ()
+    assert groups_of(os.getpid(), uid + 1) == ()
