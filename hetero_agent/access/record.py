@@ -18,6 +18,7 @@ from typing import Final
 
 from hetero_agent import names
 from hetero_agent.access.grant import GrantedNode
+from hetero_agent.access.manifest import AccessError
 from hetero_agent.text import printable
 
 log = logging.getLogger("hetero_agent.access")
@@ -49,7 +50,8 @@ class Made:
 
 
 class Records:
-    """The records in DIRECTORY, read once: their only writer is this process."""
+    """The records in DIRECTORY, read once: their only writer is this process.  All that looks at them
+    raises AccessError as long as they can't be read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -97,8 +99,13 @@ class Records:
 
     def _all(self) -> dict[str, Made]:
         if self._known is None:
+            try:
+                found = list(self._read())
+            except OSError as error:
+                # such as for want of descriptors: they are there, and are looked for again the next time
+                raise AccessError(f"the records of leases can't be read now: {error.strerror}") from error
             self._known = {}
-            for lease, made in self._read():
+            for lease, made in found:
                 self._learn(lease, made)
         return self._known
 
@@ -130,7 +137,7 @@ class Records:
             elif names.LEASE_ID.fullmatch(name):
                 try:
                     yield name, _parse(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
                     log.error("the record %s can't be read: %s", printable(path), printable(error))
 
 

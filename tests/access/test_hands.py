@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import posix1e
 import pytest
@@ -245,17 +248,41 @@ def test_what_is_no_record_is_left_alone_and_told(host: Host, caplog: pytest.Log
     for name in ("socket", "README", "netdev", OTHER + ".new"):
         (host.records / name).write_text("")
     for number, text in enumerate(
-        ("", "[]", '{"version": 2}', '{"version": 1, "uid": []}', "\xff", "9" * 9999)
+        ("", "[]", '{"version": 2}', '{"version": 1, "uid": []}', "\xff", "9" * 9999, "[" * 9999)
     ):
         (host.records / f"{number:032x}").write_text(text)
     hands = host.hands()
     hands.prepare(grant(host.node))
     hands.sweep(())
     assert host.made()[0] == set()
-    assert caplog.text.count("can't be read") == 6
+    assert caplog.text.count("can't be read") == 7
     # never came into force
     assert not (host.records / (OTHER + ".new")).exists()
     assert (host.records / "socket").exists()
+
+
+@pytest.mark.parametrize("at", ["scandir", "open"])
+def test_records_that_can_not_be_read_now_are_read_later(
+    host: Host, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Without descriptors a lease is not taken for one that has nothing."""
+    host.hands().prepare(grant(host.node))
+    hands = host.hands()
+
+    def none_left(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    for attempt in (
+        lambda: hands.revoke(LEASE),
+        lambda: hands.sweep(()),
+        lambda: hands.prepare(grant(host.file)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*((os, "scandir") if at == "scandir" else (Path, "read_text")), none_left)
+            with pytest.raises(AccessError, match="Too many open files"):
+                attempt()
+    hands.revoke(LEASE)
+    assert host.made() == NOTHING
 
 
 # -- kill -9 ------------------------------------------------------------------------------------------
