@@ -85,7 +85,8 @@ class DeviceFacts:
 
     def with_memory_of(self, earlier: DeviceFacts) -> DeviceFacts:
         """Return these facts with what EARLIER knew and a sleeping device doesn't tell now."""
-        if not self.asleep or earlier.identity.driver != self.identity.driver:
+        new, old = self.identity, earlier.identity
+        if not self.asleep or (new.vendor, new.device, new.driver) != (old.vendor, old.device, old.driver):
             return self
         return replace(
             self,

@@ -7,9 +7,12 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from hetero_agent.config import DiscoveryTable
 from hetero_agent.core.model import Obstacle
+from hetero_agent.discovery.facts import DeviceFacts
+from hetero_agent.discovery.profiles import Identity
 from tests.discovery.observe import watching
 from tests.discovery.test_topologies import amd_card, kfd_node
 from tests.support.umock import Bed, bed, in_umockdev
@@ -264,6 +267,17 @@ def test_what_a_sleeping_device_told_before_is_kept() -> None:
 
     with bed() as mock:
         asyncio.run(body(mock))
+
+
+def test_what_another_device_told_in_the_same_place_is_not_taken_over() -> None:
+    def facts(device: str, driver: str, **more: Any) -> DeviceFacts:
+        return DeviceFacts("/sys/x", Identity("pci", CARD, "1002", device, driver=driver), "amd", **more)
+
+    before = facts("744c", "amdgpu", serial="feed", extra={"memory-total": "1000"})
+    asleep = facts("744c", "amdgpu", asleep=True)
+    assert (asleep.with_memory_of(before).serial, asleep.with_memory_of(before).extra) == ("feed", before.extra)
+    for other in (facts("7480", "amdgpu", asleep=True), facts("744c", "vfio-pci", asleep=True)):
+        assert other.with_memory_of(before) == other
 
 
 @in_umockdev()
