@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -36,7 +37,9 @@ class LinkNews:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Listen; where that is not to be had, changes are seen later, with whatever else is."""
+        """Listen, if not yet; where that is not to be had, changes are seen later, with whatever else is."""
+        if self._socket is not None:
+            return
         try:
             self._socket = socket.socket(
                 socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, 0
@@ -92,6 +95,7 @@ def _name(data: bytes, at: int, end: int) -> Iterator[str]:
         if length < _ATTRIBUTE.size:
             return
         if kind == _NAME:
-            yield data[at + _ATTRIBUTE.size : min(at + length, end)].rstrip(b"\0").decode("ascii", "replace")
+            # any bytes but / and blanks may be one (net/core/dev.c, dev_valid_name); as sysfs's are read
+            yield os.fsdecode(data[at + _ATTRIBUTE.size : min(at + length, end)].rstrip(b"\0"))
             return
         at += (length + 3) & ~3

@@ -93,8 +93,6 @@ class KernelSource:
         """
         self._profiles = await asyncio.to_thread(profiles.load, self._profiles_dir)
         self._listen()
-        if "net" in self._profiles.node_subsystems:
-            self._links.start()
         await self._enumerate("", complete=True)
         self._started = True
         if self._resync_reason:
@@ -207,7 +205,8 @@ class KernelSource:
 
     # -- uevents --------------------------------------------------------------------------------
     def _listen(self) -> None:
-        """Start the monitor for the profiles' subsystems, before the old one (if any) stops."""
+        """Start the monitor for the profiles' subsystems, before the old one (if any) stops, and the news
+        of network interfaces if they are among them."""
         source, self._source_problem = monitor.choose_source(self._table.udev_source)
         wanted = self._profiles.class_subsystems | self._profiles.node_subsystems | {"pci", "kfd", "platform"}
         fresh = monitor.Monitor(source, wanted, self._on_events, self.resync, self._buffer_sizes)
@@ -215,6 +214,8 @@ class KernelSource:
         if self._monitor is not None:
             self._monitor.stop()
         self._monitor = fresh
+        if "net" in wanted:
+            self._links.start()
         log.info("listening to uevents of %s: %s", source, ", ".join(sorted(wanted)))
 
     def _on_events(self, events: list[monitor.Uevent]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from pathlib import Path
 
 from hetero_agent.discovery.links import LinkNews, names_in
 from tests.discovery.observe import watching
@@ -44,6 +45,10 @@ def test_what_is_in_a_datagram() -> None:
     gone = message(17, (3, b"ib12\0"))
     address = message(20, (3, b"eth9\0"))
     assert list(names_in(up + address + gone)) == ["eth0", "ib12"]
+    assert list(names_in(message(16, (3, b"\xc3\xa9th0\0")) + message(16, (3, b"\xe9th0\0")))) == [
+        "éth0",
+        "\udce9th0",
+    ]
 
 
 def test_what_is_cut_or_makes_no_sense_ends_it() -> None:
@@ -79,5 +84,30 @@ def test_an_adapter_is_read_again_without_a_uevent() -> None:
                 await seen.until(
                     lambda all: all[card].attributes["port-state"] == "1: DOWN", "the port's state"
                 )
+
+    asyncio.run(body())
+
+
+@in_umockdev("unshare", "--net")
+def test_news_begin_with_the_profile_that_wants_them(tmp_path: Path) -> None:
+    card = "0000:3b:00.0"
+    ip("link add hca0 type veth peer name wire0")
+    override = tmp_path / "rdma.toml"
+    override.write_text("enabled = false\n" + Path("hetero_agent/profiles/rdma.toml").read_text())
+
+    async def body() -> None:
+        with bed() as mock:
+            path = mock.pci(card, "15b3:101d", "020000", "mlx5_core")
+            mock.child(path, "infiniband", "mlx5_0")
+            link = mock.child(path, "net", "hca0")
+            mock.file(f"{link}/operstate", "up\n")
+            async with watching(tmp_path) as seen:
+                assert seen.records == {}
+                override.unlink()
+                await seen.source.reload()
+                await seen.until(lambda all: card in all, "the adapter")
+                mock.file(f"{link}/operstate", "down\n")
+                ip("link set hca0 up")
+                await seen.until(lambda all: all[card].attributes["net-state"] == "down", "the link's state")
 
     asyncio.run(body())
