@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from hetero_agent.bus import contract
+from hetero_agent.bus import codec, contract
 from hetero_agent.bus.errors import invalid
 from hetero_agent.bus.transport import BUS_DRIVER, BUS_DRIVER_PATH, CallFailed, Connection, Incoming
 from hetero_agent.core.effects import ErrorKind, Refusal
@@ -104,13 +104,15 @@ class Units:
     def signal(self, message: Incoming) -> None:
         """A signal arrived: if it may be about a watched unit, ask systemd (the signal itself may
         come from anyone)."""
-        if not self._watched:
-            return
-        if message.interface == contract.PROPERTIES and message.path in self._paths.values():
-            about = {name for name, path in self._paths.items() if path == message.path}
-            self._check_all(about)
+        if message.interface == contract.PROPERTIES:
+            self._check_all(message.path)
         elif message.interface == _MANAGER and message.member == "UnitRemoved" and message.path == _PATH:
-            self._check_all({one.name for one in self._watched.values()})
+            try:
+                removed = message.arguments()
+            except codec.CodecError:
+                return
+            if message.signature == "so":
+                self._check_all(removed[1])
 
     def owner_changed(self) -> None:
         """systemd came (back) to the bus: subscribe anew and look at all units."""
@@ -119,7 +121,11 @@ class Units:
         for lease, unit in list(self._watched.items()):
             self._start(self._subscribe(lease, unit))
 
-    def _check_all(self, about: set[str]) -> None:
+    def _check_all(self, path: str) -> None:
+        """Look at the units that are systemd's object PATH: a name may be an alias."""
+        about = {name for name, one in self._paths.items() if one == path}
+        if not about:
+            return
         for lease, unit in list(self._watched.items()):
             if unit.name in about:
                 self._start(self._check(lease, unit))

@@ -12,7 +12,7 @@ import pytest
 
 from hetero_agent import names
 from hetero_agent.bus import owners as owners_module
-from hetero_agent.bus import units
+from hetero_agent.bus import codec, units
 from hetero_agent.bus.callers import groups_of
 from hetero_agent.bus.transport import SIGNAL, CallFailed, Incoming
 from hetero_agent.core.events import OwnerGone
@@ -240,6 +240,36 @@ def test_no_rule_of_the_bus_stays_behind(unit_bus: PrivateBus, monkeypatch: pyte
         with FakeSystemd(unit_bus, {UNIT: ("active", RUN)}), pytest.raises(CallError, match="can't satisfy"):
             root.allocate("r", RESOURCE, 2, {"unit": V("s", UNIT)})
         assert service.do(lambda: dict(owners.units._paths)) == {}
+
+
+def test_the_end_of_another_unit_is_no_reason_to_look(
+    unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host starts and ends units all the time, and each look at one is some calls."""
+    unbound, ended = "unbound.service", "ended.service"
+    running = dict.fromkeys((UNIT, unbound, ended), ("active", RUN))
+    with FakeSystemd(unit_bus, running) as systemd, Service(unit_bus) as service:
+        owners = service.service.owners
+        service.do(owners.watch, "l", Binding(unit=UnitRef(UNIT, RUN)))
+        service.do(owners.watch, "other", Binding(unit=UnitRef(ended, RUN)))
+        wait_until(lambda: service.do(lambda: not owners.units._tasks), what="the checks to end")
+        looked: list[str] = []
+        look = owners.units._look
+
+        async def noted(name: str) -> tuple[str, str]:
+            looked.append(name)
+            return await look(name)
+
+        monkeypatch.setattr(owners.units, "_look", noted)
+        forged = Incoming(SIGNAL, 0, 1, True)
+        forged.interface, forged.member = "org.freedesktop.systemd1.Manager", "UnitRemoved"
+        forged.path, forged.sender = "/org/freedesktop/systemd1", ":1.666"
+        for forged.signature, forged.body in (("s", codec.encode("s", (UNIT,))), ("so", b"\xff" * 7)):
+            service.do(owners.units.signal, forged)
+        systemd.remove(unbound)
+        systemd.remove(ended)
+        wait_until(lambda: _gone(service) == [("other", "unit")], what="the end")
+        assert looked == [ended]
 
 
 def test_a_unit_that_the_bus_takes_no_rule_for(unit_bus: PrivateBus, monkeypatch: pytest.MonkeyPatch) -> None:
