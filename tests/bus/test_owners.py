@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hetero_agent import names
-from hetero_agent.bus import owners as owners_module
 from hetero_agent.bus import codec, units
+from hetero_agent.bus import owners as owners_module
 from hetero_agent.bus.callers import groups_of
 from hetero_agent.bus.transport import SIGNAL, CallFailed, Incoming
 from hetero_agent.core.events import OwnerGone
