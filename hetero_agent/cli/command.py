@@ -32,6 +32,10 @@ FORWARDED: Final = (
 #: Of these, what ends heteroctl while there is no command yet.
 ENDING: Final = FORWARDED[:6]
 
+#: What the kernel sends to the leader of a session only, and not to the terminal's foreground group, when
+#: the terminal is gone (tty_signal_session_leader() in the kernel's tty_jobctrl.c).
+_HANGING_UP: Final = (signal.SIGHUP, signal.SIGCONT)
+
 #: si_code of a signal that the kernel itself sent, such as the terminal's (siginfo.h).
 _SI_KERNEL: Final = 0x80
 
@@ -158,7 +162,7 @@ class Relay:
                 self._aborted(number)
             elif number == signal.SIGTSTP:
                 os.kill(os.getpid(), signal.SIGSTOP)
-        elif not by_terminal or not command.in_our_group():
+        elif not (by_terminal and command.in_our_group()) or (number in _HANGING_UP and _leads_session()):
             command.send(number)
 
 
@@ -175,6 +179,10 @@ def listen(numbers: Collection[int], post: Callable[..., object], take: Callable
                 return
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def _leads_session() -> bool:
+    return os.getsid(0) == os.getpid()
 
 
 def _receive(gate: int) -> dict[bytes, bytes] | None:

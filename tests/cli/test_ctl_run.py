@@ -303,6 +303,27 @@ def test_what_the_terminal_sends_reaches_the_command_once(ctl: Ctl, place: Path)
     os.close(master)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_terminal_that_is_gone_hangs_up_the_command(ctl: Ctl, place: Path, stopped: bool) -> None:
+    """As when ssh loses its connection: the kernel tells the leader of the session only, which is us."""
+    master, terminal = os.openpty()
+    with Running(
+        ctl,
+        place,
+        SLEEP,
+        preexec_fn=_controlling(terminal),
+        stdout=terminal,
+        stderr=terminal,
+        pass_fds=[terminal],
+    ) as run:
+        os.close(terminal)
+        if stopped:
+            os.kill(run.child, signal.SIGSTOP)
+            wait_until(lambda: process_state(run.child) == "T", what="the command to stop")
+        os.close(master)
+        assert run.process.wait(30) == 128 + signal.SIGHUP
+
+
 def _controlling(terminal: int) -> Callable[[], None]:
     """Make TERMINAL the controlling one of a new session, with a leader of its own group."""
 
