@@ -34,6 +34,9 @@ _TEXT_MAX: Final = 4096
 _NEVER_SUBSYSTEMS: Final = frozenset({"mem", "tty", "vc", "vtconsole", "block"})
 _NEVER_MAJORS: Final = frozenset({1, 4, 5, 7, *range(128, 144)})
 _MEMORY: Final = 1
+#: The kernel's include/linux/kdev_t.h, MINORBITS.
+_MAJOR_MAX: Final = 2**12 - 1
+_MINOR_MAX: Final = 2**20 - 1
 
 _KEYS: Final = {
     "version", "lease", "resource", "devices", "nodes", "mounts", "env", "env-filtered", "groups",
@@ -141,8 +144,8 @@ def _node(row: object, rules: Rules, groups: set[int], others: set[int]) -> bool
         _refuse("node", f"{printable(path)} is not a plain path")
     if not isinstance(role, str) or role not in _ROLES:
         _refuse(f"node {path}", "has no role")
-    _number(major, 2**32 - 1, "major")
-    _number(minor, 2**32 - 1, "minor")
+    _number(major, _MAJOR_MAX, "major")
+    _number(minor, _MINOR_MAX, "minor")
     if kind == "file":
         return _file(path, rules, groups, others)
     if kind != "char":

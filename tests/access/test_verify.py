@@ -247,6 +247,8 @@ def test_paths_that_are_none(path: Any) -> None:
         [["npu-0", "/dev/null", "own", "char", True, 3]],
         [["npu-0", "/dev/null", "own", "char", 1.0, 3]],
         [["npu-0", "/dev/null", "own", "char", 2**64, 3]],
+        [["npu-0", "/dev/null", "own", "char", 2**31, 3]],
+        [["npu-0", "/dev/null", "own", "char", 1, 2**31]],
         [["npu-0", "/dev/null", "own", "char", 1, 3]] * 10_000,
     ],
 )
