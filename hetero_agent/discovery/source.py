@@ -254,7 +254,9 @@ class KernelSource:
         while above.count("/") > 2:
             if above in self._facts:
                 return above
-            above = above.rpartition("/")[0]
+            above, _, name = above.rpartition("/")
+            if address.COMPONENT.fullmatch(name):
+                break  # a PCI device is one of its own, whatever it is behind
         if address.last_in(path) or subsystem in self._profiles.class_subsystems:
             return sysfs.anchor_of(path, subsystem)
         return None

@@ -281,6 +281,25 @@ def test_what_another_device_told_in_the_same_place_is_not_taken_over() -> None:
 
 
 @in_umockdev()
+def test_a_card_plugged_in_behind_a_known_device_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "switch.toml").write_text(
+        'schema = 1\nresource = "example.org/switch"\n[[match]]\nvendors = ["1e52"]\n'
+        '[[nodes]]\nsubsystem = "misc"\npattern = "*"\nrole = "own"\n'
+    )
+
+    async def body(mock: Bed) -> None:
+        port = mock.pci("0000:02:00.0", "1e52:0001", "060400", "pcieport")
+        async with watching(tmp_path) as seen:
+            assert list(seen.records) == ["0000:02:00.0"]
+            path = mock.pci(CARD, "1002:744c", "030000", "amdgpu", parent=port)
+            mock.uevent(path, "add")
+            await seen.until(lambda records: CARD in records, "the card")
+
+    with bed() as mock:
+        asyncio.run(body(mock))
+
+
+@in_umockdev()
 def test_a_read_that_hangs_costs_only_its_device() -> None:
     async def body(mock: Bed) -> None:
         sick = amd_card(mock, CARD, 0, vbios_version="good\n")
