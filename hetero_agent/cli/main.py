@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out the command line ARGUMENTS (default: sys.argv) and return the exit code."""
     _fill_closed_streams()
+    _write_whatever_comes()
     given = list(sys.argv[1:] if arguments is None else arguments)
     args = build_parser().parse_args(given)
     if not hasattr(args, "handler"):
@@ -96,6 +98,13 @@ def _fill_closed_streams() -> None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
+
+
+def _write_whatever_comes() -> None:
+    """Have characters that the terminal's encoding lacks shown by their numbers: a device may be called
+    anything.  Standard error does so by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _drop_output() -> None:

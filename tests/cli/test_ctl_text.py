@@ -284,6 +284,21 @@ def test_output_that_cannot_be_written_is_said() -> None:
         assert (process.returncode, err) == (1, says)
 
 
+def test_an_encoding_that_lacks_a_character_is_no_fault() -> None:
+    ctl = Ctl("unix:path=/nonexistent/b\u00fcs")
+    done = subprocess.run(
+        [*ctl.command, "version"],
+        env={**ctl.env, "PYTHONIOENCODING": "ascii"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "agent unknown: no bus at unix:path=/nonexistent/b\\xfcs: " in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("closed", "out", "err"),
     [
