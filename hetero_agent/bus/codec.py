@@ -92,6 +92,28 @@ def _end_of_type(signature: str, position: int, depth: int) -> int:
     raise CodecError("not a signature")
 
 
+@lru_cache(maxsize=_KEPT)
+def _nesting(signature: str) -> int:
+    """Return how many arrays and structs are inside one another at the deepest place of a valid
+    SIGNATURE."""
+    deepest = outside = arrays = 0
+    opened: list[int] = []
+    for letter in signature:
+        if letter == "a":
+            arrays += 1
+            deepest = max(deepest, outside + arrays)
+        elif letter in "({":
+            opened.append(arrays + 1)
+            outside += arrays + 1
+            deepest = max(deepest, outside)
+            arrays = 0
+        else:
+            if letter in ")}":
+                outside -= opened.pop()
+            arrays = 0
+    return deepest
+
+
 # -- encoding -----------------------------------------------------------------------------------
 def encode(signature: str, values: Sequence[Any]) -> bytes:
     """Return the body of VALUES.  Raises CodecError for what the signature can't hold."""
@@ -374,11 +396,12 @@ def _read_variant(source: _Input) -> Any:
     signature = _read_signature(source)
     if len(split(signature)) != 1:
         raise CodecError("a variant holds one complete type")
-    source.depth += 1
+    levels = 1 + _nesting(signature)
+    source.depth += levels
     if source.depth > _MAX_DEPTH:
         raise CodecError("nested too deeply")
     value = _reader(signature, source.little)(source)
-    source.depth -= 1
+    source.depth -= levels
     return V(signature, value)
 
 

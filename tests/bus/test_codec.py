@@ -153,6 +153,20 @@ def test_bounds_of_reading() -> None:
         nested = V("v", nested)
     with pytest.raises(CodecError, match="deeply"):
         decode("v", encode("v", (nested,)))
+    # arrays and structs count too, also those that a variant brings
+    for around, inner in (("a" * 32, "v"), ("(" * 32, "v" + ")" * 32)):
+        nested = V("u", 1)
+        for level in range(3):
+            value: Any = nested
+            for _ in range(32):
+                value = [value]
+            nested = V(around + inner, value)
+            if level == 0:
+                assert decode("v", encode("v", (nested,))) == [nested]
+        with pytest.raises(CodecError, match="deeply"):
+            decode("v", encode("v", (nested,)))
+    wide = V("(" + "ay" * 60 + "v)", [*[b""] * 60, V("y", 1)])
+    assert decode("v", encode("v", (wide,))) == [wide]
 
 
 def test_foreign_signatures_do_not_grow_the_caches() -> None:
