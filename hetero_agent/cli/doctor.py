@@ -66,7 +66,7 @@ async def _examine(bus: str | None) -> list[Finding]:
         async with await Client.connect(bus) as client:
             findings.append(Finding("ok", "bus", client.address))
             if client.agent_present:
-                findings += await _agent(client)
+                await _agent(client, findings)
             else:
                 findings.append(
                     Finding("wrong", "agent", "it is not on the bus", "systemctl start hetero-agent")
@@ -83,12 +83,12 @@ async def _examine(bus: str | None) -> list[Finding]:
     return findings
 
 
-async def _agent(client: Client) -> list[Finding]:
-    """What the agent itself can tell."""
+async def _agent(client: Client, findings: list[Finding]) -> None:
+    """Add what the agent itself can tell; that stays if it then tells no more."""
     from hetero_agent.cli.hostchecks import Finding  # noqa: PLC0415
 
     status = await client.status()
-    findings = [Finding("ok", "agent", f"version {status.version}, epoch {status.epoch}")]
+    findings.append(Finding("ok", "agent", f"version {status.version}, epoch {status.epoch}"))
     if not status.ready:
         findings.append(
             Finding(
@@ -103,7 +103,6 @@ async def _agent(client: Client) -> list[Finding]:
     snapshot = await client.snapshot()
     findings += _devices(snapshot)
     findings += await _nodes(client, snapshot)
-    return findings
 
 
 def _limits(status: Status) -> list[Finding]:
@@ -191,7 +190,7 @@ async def _nodes(client: Client, snapshot: Snapshot) -> list[Finding]:
     from hetero_agent.cli import hostchecks  # noqa: PLC0415
     from hetero_agent.cli.complaints import next_step  # noqa: PLC0415
     from hetero_agent.cli.hostchecks import Finding  # noqa: PLC0415
-    from hetero_agent.client.errors import AgentError, NotFound  # noqa: PLC0415
+    from hetero_agent.client.errors import AgentError, CallTimeout, NotFound  # noqa: PLC0415
 
     free = asyncio.Semaphore(_AT_ONCE)
 
@@ -202,7 +201,7 @@ async def _nodes(client: Client, snapshot: Snapshot) -> list[Finding]:
                 access = await client.access(device.path)
             except NotFound:
                 return []  # it is gone meanwhile
-            except AgentError as error:
+            except (AgentError, CallTimeout) as error:
                 return [Finding("wrong", "access", f"{device.id}: {error.text}", next_step(error))]
         looked = [hostchecks.node(device.id, node.path) for node in nodes if node.role == "own"]
         remarks = [Finding(level, "access", text) for node in access for level, text in node.remarks]

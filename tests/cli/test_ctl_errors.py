@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from dbus_next import Variant
 
 from hetero_agent import names
 from hetero_agent.access.remote import Remote
-from hetero_agent.cli import hostchecks, listing, main
+from hetero_agent.cli import doctor, hostchecks, listing, main
+from hetero_agent.client import CallTimeout
 from hetero_agent.core.effects import ErrorKind
 from tests.support.bus import PrivateBus
 from tests.support.ctl import Ctl
@@ -396,6 +399,35 @@ def test_doctor_looks_at_states_nodes_and_limits(standin: StandIn, ctl: Ctl, tmp
     text = ctl("doctor", code=1).out
     assert f"wrong  node: {tmp_path}/gone of npu-0 does not exist\n       next: udevadm settle" in text
     assert text.splitlines()[-1].endswith(" things are wrong")
+
+
+def test_doctor_keeps_what_it_has_when_one_question_is_not_answered() -> None:
+    async def silent(*_: object) -> None:
+        raise CallTimeout("it was not answered within 25.0 s")
+
+    async def none(*_: object) -> tuple[()]:
+        return ()
+
+    class Agent:
+        """Answers nothing but what it is; of one device not even that."""
+
+        nodes = staticmethod(none)
+        snapshot = staticmethod(silent)
+        can = staticmethod(silent)
+
+        async def status(self) -> SimpleNamespace:
+            return SimpleNamespace(version="1", epoch="e", ready=True, limits={"Leases": (9, 10)})
+
+        async def access(self, path: str) -> tuple[()]:
+            return await (silent() if path == "a" else none())
+
+    devices = [SimpleNamespace(id=name, path=name) for name in ("a", "b")]
+    looked = asyncio.run(doctor._nodes(Agent(), SimpleNamespace(devices=devices)))
+    assert [(one.level, one.text) for one in looked] == [("wrong", "a: it was not answered within 25.0 s")]
+    found: list[hostchecks.Finding] = []
+    with pytest.raises(CallTimeout):
+        asyncio.run(doctor._agent(Agent(), found))
+    assert [(one.level, one.subject) for one in found] == [("ok", "agent"), ("wrong", "limits")]
 
 
 # -- what doctor looks at on the host -------------------------------------------------------------
