@@ -19,7 +19,7 @@ class Link:
     PERMANENT is the address that it was made with, PARENT (``bus/name``) the device that it sits on,
     "" where it has none; LOWER the number of the interface that it is on top of, in the namespace
     with the id BEYOND if that is not -1; MASTER that of its bridge or bond, 0 for none.  FILTERED: an
-    XDP program is on it.
+    XDP program is on it.  ALIASES are its further names (altname of ip-link(8)).
     """
 
     index: int
@@ -34,6 +34,7 @@ class Link:
     beyond: int
     master: int
     filtered: bool
+    aliases: tuple[str, ...] = ()
 
 
 def above(link: Link, links: Sequence[Link], beyond: int = -1) -> list[Link]:
@@ -76,6 +77,7 @@ def _link(message: Any) -> Link:
     filters = message.get_attr("IFLA_XDP")
     bus, parent = text("IFLA_PARENT_DEV_BUS_NAME"), text("IFLA_PARENT_DEV_NAME")
     beyond = message.get_attr("IFLA_LINK_NETNSID")
+    properties = message.get_attr("IFLA_PROP_LIST")
     return Link(
         index=message["index"],
         name=text("IFLA_IFNAME"),
@@ -89,4 +91,5 @@ def _link(message: Any) -> Link:
         beyond=-1 if beyond is None else beyond,
         master=message.get_attr("IFLA_MASTER") or 0,
         filtered=bool(filters and filters.get_attr("IFLA_XDP_ATTACHED")),
+        aliases=tuple(map(str, properties.get_attrs("IFLA_ALT_IFNAME"))) if properties else (),
     )

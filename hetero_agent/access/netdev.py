@@ -60,6 +60,7 @@ class Moved:
     permanent: str
     parent: str
     on_the_way: str
+    aliases: tuple[str, ...] = ()
 
     def is_it(self, link: Link) -> bool:
         """Whether LINK, of whatever namespace, is this interface."""
@@ -265,8 +266,9 @@ class Netdevs:
         try:
             if data["version"] != VERSION:
                 raise ValueError
-            return _Record(Identity(*data["namespace"]), tuple(Moved(**one) for one in data["moved"]))
-        except (ValueError, TypeError, KeyError) as error:
+            moved = (Moved(**{**one, "aliases": tuple(one.get("aliases", ()))}) for one in data["moved"])
+            return _Record(Identity(*data["namespace"]), tuple(moved))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise AccessError(f"the record of lease {lease}'s network interfaces makes no sense") from error
 
 
@@ -284,6 +286,7 @@ def _moved(lease: str, device: str, link: Link) -> Moved:
         parent=link.parent,
         # 15 characters at most; no two leases move the same, and no host has such names
         on_the_way=f"ha{lease[:8]}{link.index % 100_000:05d}",
+        aliases=link.aliases,
     )
 
 
@@ -370,6 +373,8 @@ def _send_home(one: Moved, namespace: int, here: int) -> bool:
             netlink.link("set", index=link.index, xdp_fd=-1)
         if link.name != one.on_the_way:
             netlink.link("set", index=link.index, ifname=one.on_the_way)
+        if link.aliases:  # one that somebody on the host has would keep it here
+            netlink.link("property_del", index=link.index, altname=link.aliases)
         netlink.link("set", index=link.index, net_ns_fd=here)
         return True
 
@@ -399,12 +404,19 @@ def _settle(one: Moved, here: int) -> None:
     def look(netlink: Any) -> None:
         links = all_links(netlink)
         link = next(link for link in links if one.is_it(link))
-        taken = link.name != one.name and any(other.name == one.name for other in links)
+        others = {name for other in links if other != link for name in (other.name, *other.aliases)}
+        strange = [name for name in link.aliases if name not in one.aliases]
+        if strange:
+            netlink.link("property_del", index=link.index, altname=strange)
+        taken = one.name in others
         renamed = link.name != one.name and not taken
         if renamed or link.address != one.address:
             netlink.link("set", index=link.index, state="down")
         if renamed:
             netlink.link("set", index=link.index, ifname=one.name)
+        missing = [name for name in one.aliases if name not in {*link.aliases, *others}]
+        if missing:
+            netlink.link("property_add", index=link.index, altname=missing)
         if link.address != one.address:
             netlink.link("set", index=link.index, address=one.address)
         if link.mtu != one.mtu:

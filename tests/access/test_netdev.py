@@ -350,6 +350,35 @@ def test_a_killed_workload_that_changed_all_it_could(tmp_path: Path) -> None:
 
 
 @in_own_network
+def test_other_names_that_the_workload_gave_it_are_gone(tmp_path: Path) -> None:
+    """With the name of one of the host's it would not come back: names of both kinds are one space."""
+    pair()
+    ip("link property add dev hca0 altname enp1s0")
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload:
+        netdevs.move(LEASE, ["hca0"], workload.process)
+        ip("link property add dev hca0 altname wire0", workload.pid)
+        ip("link property add dev hca0 altname uplink", workload.pid)
+        netdevs.detach(LEASE)
+    assert links()["hca0"].get("altnames") == ["enp1s0"]
+    assert_nothing_left(tmp_path)
+
+
+@in_own_network
+def test_another_name_that_somebody_on_the_host_has_now_stays_theirs(tmp_path: Path) -> None:
+    pair()
+    ip("link property add dev hca0 altname enp1s0 altname ens1")
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload:
+        netdevs.move(LEASE, ["hca0"], workload.process)
+        ip("link property add dev wire0 altname enp1s0")
+        netdevs.detach(LEASE)
+    assert links()["hca0"].get("altnames") == ["ens1"]
+    assert links()["wire0"].get("altnames") == ["enp1s0"]
+    assert_nothing_left(tmp_path)
+
+
+@in_own_network
 def test_what_the_workload_put_on_top_of_it_is_gone(tmp_path: Path) -> None:
     pair()
     netdevs = Netdevs(tmp_path)
