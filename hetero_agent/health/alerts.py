@@ -23,6 +23,9 @@ log = logging.getLogger("hetero_agent.health")
 DIRECTORY: Final = "alerts"
 _ENDING: Final = ".json"
 
+#: Files that could not be written, or taken away, and are tried once more with the next news.
+_RETRIES: Final = 16
+
 #: States that somebody has to look at, whatever the health.
 _ALARMING: Final = frozenset({State.FAULTY, State.LOST})
 
@@ -34,6 +37,7 @@ class Alerts:
         self._directory = runtime / DIRECTORY
         self._devices = devices
         self._written: dict[str, tuple[State, Health, str]] = {}
+        self._owed: dict[str, None] = {}
         self._live = False
         self.problem = ""
 
@@ -59,12 +63,15 @@ class Alerts:
         for effect in effects:
             if isinstance(effect, (DeviceAdded, DeviceChanged, DeviceRemoved)):
                 self._look(effect.device)
+        for device_id in list(self._owed)[:_RETRIES]:
+            self._look(device_id)
 
     def _look(self, device_id: str) -> None:
         device = self._devices.get(device_id)
         wanted = _alert(device) if device is not None else None
-        if wanted == self._written.get(device_id):
+        if wanted == self._written.get(device_id) and device_id not in self._owed:
             return
+        self._owed.pop(device_id, None)
         path = self._directory / f"{device_id}{_ENDING}"
         try:
             if device is None or wanted is None:
@@ -74,9 +81,11 @@ class Alerts:
                 files.write(path, json.dumps(_content(device), indent=1) + "\n", 0o644)
                 self._written[device_id] = wanted
         except OSError as error:
+            self._owed[device_id] = None  # the last to be tried again
             self._failed(error)
         else:
-            self.problem = ""
+            if not self._owed:
+                self.problem = ""
 
     def _failed(self, error: OSError) -> None:
         problem = f"alerts can't be written to {self._directory}: {printable(error)}"

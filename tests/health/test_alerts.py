@@ -146,3 +146,28 @@ def test_a_directory_that_can_not_be_written_is_a_problem_and_no_more(tmp_path: 
     rig.host.health("a", Health.UNHEALTHY, "again")
     rig.tell()
     assert (rig.names(), rig.alerts.problem) == (["a.json"], "")
+
+
+def test_a_file_that_could_not_be_written_or_removed_is_so_with_the_next_news(rig: Rig) -> None:
+    aside = rig.directory.with_name("aside")
+    rig.directory.rename(aside)
+    rig.directory.touch()
+    for device in ("a", "b"):
+        rig.host.health(device, Health.UNHEALTHY, "Xid 79")
+        rig.tell()
+    assert rig.alerts.problem
+    rig.directory.unlink()
+    aside.rename(rig.directory)
+    rig.host.health("b", Health.UNHEALTHY, "Xid 48")
+    rig.tell()
+    assert (rig.names(), rig.alerts.problem) == (["a.json", "b.json"], "")
+    rig.directory.rename(aside)
+    rig.directory.touch()
+    rig.host.observe(gone=["a"])
+    rig.tell()
+    assert rig.alerts.problem
+    rig.directory.unlink()
+    aside.rename(rig.directory)
+    rig.host.health("b", Health.UNHEALTHY, "Xid 62")
+    rig.tell()
+    assert (rig.names(), rig.alerts.problem) == (["b.json"], "")
