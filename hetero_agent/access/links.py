@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from hetero_agent.access import namespaces
 
 T = TypeVar("T")
+
+#: linux/if_link.h: the ways in which an XDP program is attached (generic, driver, hardware), each with
+#: the flag that names it.
+_XDP_WAYS: Final = {
+    "IFLA_XDP_SKB_PROG_ID": 1 << 1,
+    "IFLA_XDP_DRV_PROG_ID": 1 << 2,
+    "IFLA_XDP_HW_PROG_ID": 1 << 3,
+}
+_IFLA_XDP: Final = 43 | 1 << 15  # nested
+_IFLA_XDP_FD, _IFLA_XDP_FLAGS = 1, 3
+#: linux/rtnetlink.h, linux/netlink.h: a request that is to be acknowledged.
+_RTM_SETLINK: Final = 19
+_ACKNOWLEDGED: Final = 0x5
+#: Bytes of a netlink message's header.
+_HEADER: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +35,9 @@ class Link:
 
     PERMANENT is the address that it was made with, PARENT (``bus/name``) the device that it sits on,
     "" where it has none; LOWER the number of the interface that it is on top of, in the namespace
-    with the id BEYOND if that is not -1; MASTER that of its bridge or bond, 0 for none.  FILTERED: an
-    XDP program is on it.  ALIASES are its further names (altname of ip-link(8)).
+    with the id BEYOND if that is not -1; MASTER that of its bridge or bond, 0 for none.  FILTERS: the
+    ways in which XDP programs are on it, for `unfilter`.  ALIASES are its further names (altname of
+    ip-link(8)).
     """
 
     index: int
@@ -33,7 +51,7 @@ class Link:
     lower: int
     beyond: int
     master: int
-    filtered: bool
+    filters: tuple[int, ...]
     aliases: tuple[str, ...] = ()
 
 
@@ -90,6 +108,25 @@ def _link(message: Any) -> Link:
         lower=message.get_attr("IFLA_LINK") or 0,
         beyond=-1 if beyond is None else beyond,
         master=message.get_attr("IFLA_MASTER") or 0,
-        filtered=bool(filters and filters.get_attr("IFLA_XDP_ATTACHED")),
+        filters=_ways(filters) if filters else (),
         aliases=tuple(map(str, properties.get_attrs("IFLA_ALT_IFNAME"))) if properties else (),
     )
+
+
+def _ways(filters: Any) -> tuple[int, ...]:
+    ways = tuple(way for name, way in _XDP_WAYS.items() if filters.get_attr(name))
+    return ways or ((0,) if filters.get_attr("IFLA_XDP_ATTACHED") else ())
+
+
+def unfilter(index: int, way: int) -> None:
+    """Take away the XDP program that is attached in a WAY to an interface of the namespace that this thread
+    is in: without the way the kernel takes the driver's, and leaves a generic one where it is.  Raises
+    OSError.  By hand, since pyroute2 0.7 packs the flags wrong."""
+    none = struct.pack("=HHi", 8, _IFLA_XDP_FD, -1) + struct.pack("=HHI", 8, _IFLA_XDP_FLAGS, way)
+    request = struct.pack("=BxHiII", 0, 0, index, 0, 0) + struct.pack("=HH", 4 + len(none), _IFLA_XDP) + none
+    header = struct.pack("=IHHII", _HEADER + len(request), _RTM_SETLINK, _ACKNOWLEDGED, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as link:
+        link.send(header + request)
+        (error,) = struct.unpack_from("=i", link.recv(4096), _HEADER)
+    if error:
+        raise OSError(-error, os.strerror(-error))

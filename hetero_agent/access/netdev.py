@@ -24,7 +24,7 @@ from typing import Any, Final
 from hetero_agent import names
 from hetero_agent.access import namespaces
 from hetero_agent.access.grant import Grant, GrantedNode
-from hetero_agent.access.links import Link, above, all_links, links_of, speak
+from hetero_agent.access.links import Link, above, all_links, links_of, speak, unfilter
 from hetero_agent.access.manifest import AccessError, each
 from hetero_agent.access.movable import movable
 from hetero_agent.access.namespaces import Identity, Process
@@ -369,8 +369,8 @@ def _send_home(one: Moved, namespace: int, here: int) -> bool:
             netlink.link("del", index=upper.index)
         _clear_beyond(link, namespace, here)
         netlink.link("set", index=link.index, state="down")
-        if link.filtered:
-            netlink.link("set", index=link.index, xdp_fd=-1)
+        for way in link.filters:
+            unfilter(link.index, way)
         if link.name != one.on_the_way:
             netlink.link("set", index=link.index, ifname=one.on_the_way)
         if link.aliases:  # one that somebody on the host has would keep it here

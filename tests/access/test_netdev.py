@@ -378,6 +378,56 @@ def test_another_name_that_somebody_on_the_host_has_now_stays_theirs(tmp_path: P
     assert_nothing_left(tmp_path)
 
 
+def filters(pid: int = 0) -> set[str]:
+    """How XDP programs are attached to the interface ``hca0``."""
+    return {
+        one for one in ("xdp", "xdpgeneric", "xdpmulti") if f" {one} " in f" {ip('link show dev hca0', pid)} "
+    }
+
+
+def attach_filter(directory: Path, pid: int, flags: int) -> None:
+    """Attach an XDP program, which lets all pass, to ``hca0`` of a process's network namespace."""
+    program = directory / "filter.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import ctypes, os, socket, struct, sys
+            flags = int(sys.argv[1])
+            # bpf(2): BPF_PROG_LOAD of BPF_PROG_TYPE_XDP, "r0 = XDP_PASS; exit"
+            code = ctypes.create_string_buffer(struct.pack("<BBhiBBhi", 0xB7, 0, 0, 2, 0x95, 0, 0, 0))
+            license = ctypes.create_string_buffer(b"GPL")
+            what = struct.pack("<IIQQ", 6, 2, ctypes.addressof(code), ctypes.addressof(license))
+            libc = ctypes.CDLL(None, use_errno=True)
+            file = libc.syscall({"x86_64": 321}.get(os.uname().machine, 280), 5, what.ljust(128, b"\\0"), 128)
+            assert file >= 0, os.strerror(ctypes.get_errno())
+            nested = struct.pack("<HHi", 8, 1, file) + struct.pack("<HHI", 8, 3, flags)
+            index = socket.if_nametoindex("hca0")
+            body = struct.pack("<BxHiII", 0, 0, index, 0, 0) + struct.pack("<HH", 4 + len(nested), 43) + nested
+            link = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
+            link.send(struct.pack("<IHHII", 16 + len(body), 19, 5, 1, 0) + body)
+            assert struct.unpack_from("<i", link.recv(4096), 16) == (0,)
+            """
+        )
+    )
+    enter = ["nsenter", f"--net=/proc/{pid}/ns/net", PYTHON, "-I", str(program), str(flags)]
+    subprocess.run(enter, check=True, timeout=30)
+    program.unlink()
+
+
+@in_own_network
+@pytest.mark.parametrize(("flags", "shown"), [(1 << 1, "xdpgeneric"), (1 << 2, "xdp")])
+def test_the_workloads_filter_is_gone(tmp_path: Path, flags: int, shown: str) -> None:
+    pair()
+    netdevs = Netdevs(tmp_path)
+    with Workload() as workload:
+        netdevs.move(LEASE, ["hca0"], workload.process)
+        attach_filter(tmp_path, workload.pid, flags)
+        assert filters(workload.pid) == {shown}
+        netdevs.detach(LEASE)
+    assert filters() == set()
+    assert_nothing_left(tmp_path)
+
+
 @in_own_network
 def test_what_the_workload_put_on_top_of_it_is_gone(tmp_path: Path) -> None:
     pair()
@@ -684,7 +734,7 @@ def test_killed_at_any_step_it_heals(tmp_path: Path, what: str, workload_dies: b
 
 # -- identity --------------------------------------------------------------------------------------------
 def link_of(name: str = "hca0", **more: object) -> Link:
-    plain = Link(3, name, 0, "02:00:00:00:00:02", 1500, "", "", "", 0, -1, 0, False)
+    plain = Link(3, name, 0, "02:00:00:00:00:02", 1500, "", "", "", 0, -1, 0, ())
     return replace(plain, **more)  # type: ignore[arg-type]
 
 
