@@ -431,7 +431,7 @@ class Governor:
         return self.world.find(name)
 
     def blocked_by(self, device: str) -> tuple[str, ...]:
-        """The relatives that keep it from being granted."""
+        """The relatives and twins that keep it from being granted."""
         return self.world.blocked_by(device)
 
     def role_of(self, device: Device, holder: Holder) -> str:

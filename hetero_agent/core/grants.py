@@ -242,7 +242,7 @@ class Grants:
                     continue
                 if device.id in world.allocatable and fits(device.id):
                     named.append(device.id)
-            kin = {one for device_id in named for one in world.relatives(device_id)}
+            kin = {one for device_id in named for one in world.rivals(device_id)}
             return Choice(() if kin.intersection(named) else tuple(named))
         return choose(
             world.pool(resource),
@@ -250,7 +250,7 @@ class Grants:
             options,
             candidates=lambda: (one for one in world.members(resource) if one.id in world.allocatable),
             fits=fits,
-            kin=lambda device_id: tuple(world.relatives(device_id)),
+            kin=lambda device_id: tuple(world.rivals(device_id)),
         )
 
     @staticmethod

@@ -195,7 +195,7 @@ class View(Protocol):
         """The device with this id or alias."""
 
     def blocked_by(self, device: str) -> tuple[str, ...]:
-        """The relatives that keep it from being granted."""
+        """The relatives and twins that keep it from being granted."""
 
     def role_of(self, device: Device, holder: Holder) -> str:
         """What a holder counts as: lease, leftover, intruder, outsider or system."""

@@ -237,7 +237,8 @@ class Returns:
     def _outsiders(self, device: Device, found: tuple[Holder, ...]) -> tuple[Holder, ...]:
         """Those of FOUND that count: not another live lease's on a shared node; a holder of no live
         lease counts for the lease that ended last on that node."""
-        sharers = self.sharers(device)
+        twins = (self.world.devices[one] for one in sorted(self.world.twins(device.record)))
+        sharers = [*self.sharers(device), *twins]
         if not sharers:
             return found
         leases = self._leases_of(sharers)

@@ -34,6 +34,8 @@ class Roster(Transaction):
         self._members: defaultdict[str, set[str]] = defaultdict(set)
         self._serials: defaultdict[str, set[str]] = defaultdict(set)
         self._children: defaultdict[str, set[str]] = defaultdict(set)
+        #: By what tells a node from others: the devices whose own it is.
+        self._owners: defaultdict[tuple[str, int, int], set[str]] = defaultdict(set)
         self._pools: dict[str, Pool] = {}
         self._busy_ones: set[str] = set()
 
@@ -55,10 +57,10 @@ class Roster(Transaction):
     def _install(self, device_id: str, new: Device | None) -> None:
         old = self.devices.get(device_id)
         around: set[str] = set()
-        moved = old is None or new is None or old.record.parent != new.record.parent
+        moved = old is None or new is None or _place(old) != _place(new)
         if old is not None:
             if moved:
-                around.update(self.relatives(device_id, old.record))
+                around.update(self.rivals(device_id, old.record))
             self._count(old, -1)
             if new is None or new.record is not old.record:
                 self._unlink(old.record)
@@ -70,17 +72,17 @@ class Roster(Transaction):
             if old is None or new.record is not old.record:
                 self._link(new.record)
             if moved:
-                around.update(self.relatives(device_id, new.record))
+                around.update(self.rivals(device_id, new.record))
         self._index(device_id)
         self._refresh_kin(device_id, around)
 
     def _refresh_kin(self, device_id: str, around: set[str]) -> None:
-        """Look again at AROUND, whose family has changed, and at all relatives of a device that
-        became busy or free."""
+        """Look again at AROUND, whose family has changed, and at all rivals of a device that became
+        busy or free."""
         busy = self._busy(self.devices.get(device_id))
         if busy != (device_id in self._busy_ones):
             (self._busy_ones.add if busy else self._busy_ones.discard)(device_id)
-            around = around.union(self.relatives(device_id))
+            around = around.union(self.rivals(device_id))
         for relative in sorted(around):
             if relative in self.devices:
                 self._index(relative)
@@ -101,8 +103,15 @@ class Roster(Transaction):
             self._children[record.parent].add(record.id)
         for alias in record.aliases:
             self._names[alias].add(record.id)
+        for node in record.own_nodes:
+            self._owners[node.key].add(record.id)
 
     def _unlink(self, record: DeviceRecord) -> None:
+        for node in record.own_nodes:
+            if node.key in self._owners:
+                self._owners[node.key].discard(record.id)
+                if not self._owners[node.key]:
+                    del self._owners[node.key]
         for table, key in (
             (self._members, record.resource),
             (self._serials, record.serial),
@@ -158,7 +167,12 @@ class Roster(Transaction):
             return "no clean scan since it was opened, or a scan failed; scanning"
         blockers = self.blocked_by(device.id)
         if blockers:
-            return f"its relative {blockers[0]} is busy"
+            twin = blockers[0] in self.twins(device.record)
+            return (
+                f"{blockers[0]}, which has the same node, is busy"
+                if twin
+                else f"its relative {blockers[0]} is busy"
+            )
         return ""
 
     def passing(self, device: Device) -> bool:
@@ -212,12 +226,37 @@ class Roster(Transaction):
                 yield child
                 below += self._children.get(child, ())
 
+    def twins(self, record: DeviceRecord) -> set[str]:
+        """The ids of devices that have an own node of this one's without being parts or slots of one
+        card: two sources report one thing, or one has not heard yet that a node is another's now."""
+        found: set[str] = set()
+        for node in record.own_nodes:
+            found.update(self._owners.get(node.key, ()))
+        found.discard(record.id)
+        return {one for one in found if not self._share(self.devices[one], record)}
+
+    @staticmethod
+    def _share(device: Device, record: DeviceRecord) -> bool:
+        """Whether a device may have a node of another's: as one of the same card's, or once it is away,
+        since its number may have been given anew."""
+        return not device.present or bool(record.parent and device.record.parent == record.parent)
+
+    def rivals(self, device_id: str, record: DeviceRecord | None = None) -> Iterator[str]:
+        """Yield the ids of the devices of which only one can be granted at a time: relatives and twins."""
+        known = self.devices.get(device_id)
+        record = record or (known.record if known else None)
+        seen = set()
+        for one in self.relatives(device_id, record):
+            seen.add(one)
+            yield one
+        if record is not None:
+            yield from self.twins(record) - seen
+
     def blocked_by(self, device_id: str) -> tuple[str, ...]:
-        """The relatives that keep a device from being granted."""
-        record = self.devices[device_id].record if device_id in self.devices else None
-        if record is None or not (record.parent or device_id in self._children):
+        """The relatives and twins that keep a device from being granted."""
+        if device_id not in self.devices:
             return ()
-        return tuple(sorted(one for one in self.relatives(device_id) if self._busy(self.devices.get(one))))
+        return tuple(sorted(one for one in self.rivals(device_id) if self._busy(self.devices.get(one))))
 
     # -- what devices owe ------------------------------------------------------------------------
     def put_debt(self, debt: Debt) -> None:
@@ -258,3 +297,9 @@ class Roster(Transaction):
         """What counts and history go by: the serial once it is known and unique, else the id."""
         serial = self.serial(record)
         return f"serial:{serial}" if serial else record.id
+
+
+def _place(device: Device) -> tuple[str, bool, frozenset[tuple[str, int, int]]]:
+    """What a device's rivals follow from."""
+    record = device.record
+    return record.parent, device.present, frozenset(node.key for node in record.own_nodes)

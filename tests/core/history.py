@@ -98,7 +98,7 @@ from tests.core.host import (
     own,
     rebooted,
     recount,
-    relatives,
+    rivals,
     snapshot,
 )
 
@@ -299,7 +299,7 @@ class History(RuleBasedStateMachine):
                 self._answered(effect)
 
     def _granted(self, effect: PrepareAccess) -> None:
-        """No spent id, no busy relative, nothing that was not free."""
+        """No spent id, no busy relative or twin, nothing that was not free."""
         lease = effect.lease
         at = self.spent.get(lease.key)
         assert at is None or at + MEMORY <= self.host.boot, "a spent id grants"
@@ -313,9 +313,9 @@ class History(RuleBasedStateMachine):
             assert device.last_open < device.last_clean, "granted, and opened since the last clean scan"
             assert device.health in (Health.HEALTHY, Health.UNKNOWN)
             assert not device.suspected
-            kin = relatives(self.host.governor, one)
-            assert not kin & chosen, "two relatives in one lease"
-            assert not [other for other in kin if busy(self.host.governor, other)], "a relative is busy"
+            kin = rivals(self.host.governor, one)
+            assert not kin & chosen, "two rivals in one lease"
+            assert not [other for other in kin if busy(self.host.governor, other)], "a rival is busy"
 
     def _answered(self, reply: Reply) -> None:
         event = self.asked.get(reply.token)
@@ -1137,10 +1137,10 @@ class History(RuleBasedStateMachine):
             assert 0 <= counts["allocatable"] <= counts["idle"]
             assert counts["total"] == len(governor.world.members(resource))
         for one in found["allocatable"]:
-            assert not [other for other in relatives(governor, one) if busy(governor, other)]
+            assert not [other for other in rivals(governor, one) if busy(governor, other)]
         assert {one for one in governor.devices if busy(governor, one)} == found["busy"]
         for one in governor.devices:
-            blockers = sorted(other for other in relatives(governor, one) if busy(governor, other))
+            blockers = sorted(other for other in rivals(governor, one) if busy(governor, other))
             assert list(governor.blocked_by(one)) == blockers
 
     def _a_cordon_stays(self) -> None:

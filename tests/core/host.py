@@ -598,6 +598,21 @@ def relatives(governor: Governor, device: str) -> set[str]:
     return {one for one in (*above(device), *below) if one in governor.devices and one != device}
 
 
+def rivals(governor: Governor, device: str) -> set[str]:
+    """Those of which only one is granted at a time: relatives, and devices that are there, have one of its
+    own nodes, and are no parts or slots of the same card."""
+    record = governor.devices[device].record
+    keys = {node.key for node in record.own_nodes}
+    twins = {
+        other.id
+        for other in governor.devices.values()
+        if other.id != device and other.present
+        if not keys.isdisjoint(node.key for node in other.record.own_nodes)
+        if not record.parent or other.record.parent != record.parent
+    }
+    return twins | relatives(governor, device)
+
+
 def rebooted(store: Store, before: Instant, now: Instant) -> Restored:
     """What a start after a reboot finds: rows of another boot, request times translated.  BEFORE and
     NOW are moments in the two boots."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_agent.core.effects import DeviceChanged, ErrorKind
-from hetero_agent.core.model import Health, Policy
+from hetero_agent.core.model import Health, Options, Policy
 from tests.core.host import GPU, PART, SECOND, Host, card, holder
 
 
@@ -139,3 +139,66 @@ def test_a_middle_one_that_comes_late_links_its_family() -> None:
     assert host.error(host.ask()) is ErrorKind.UNAVAILABLE
     host.observe(gone=("m",))
     assert host.grant().devices == ("c",)
+
+
+def twins() -> Host:
+    """The kernel's card 0000:01:00.0 and a provider's device npu0: one and the same node."""
+    one = Host()
+    one.ready(card("0000:01:00.0", 7), card("d", 4))
+    one.observe(card("npu0", 7, resource=PART, source="vendor"), source="vendor")
+    one.scan()
+    return one
+
+
+def test_of_two_devices_with_one_node_one_is_granted() -> None:
+    host = twins()
+    assert allocatable(host) == {GPU: 2, PART: 1}
+    lease = host.use(PART)
+    assert host.governor.blocked_by("0000:01:00.0") == ("npu0",)
+    assert DeviceChanged("0000:01:00.0") in host.effects
+    assert host.error(host.ask(devices=("0000:01:00.0",))) is ErrorKind.UNAVAILABLE
+    assert "its twin npu0 is busy" in str(host.governor.explain(GPU, 2, Options()))
+    # nor is its user taken for a stranger
+    user = holder(9, uid=lease.uid)
+    for _ in range(3):
+        host.scan({"npu0": [user], "0000:01:00.0": [user]})
+        host.later(3 * SECOND)
+    assert host.state("0000:01:00.0") == "idle"
+    host.release(lease.id)
+    host.scan({"npu0": [user], "0000:01:00.0": [user]})
+    assert host.error(host.ask(devices=("0000:01:00.0",))) is ErrorKind.UNAVAILABLE
+    host.scan()
+    assert host.governor.blocked_by("0000:01:00.0") == ()
+    assert host.use(devices=("0000:01:00.0",)).devices == ("0000:01:00.0",)
+    assert host.error(host.ask(PART)) is ErrorKind.UNAVAILABLE
+
+
+def test_twins_of_one_resource_are_not_granted_together() -> None:
+    host = Host()
+    host.ready(card("a", 7), card("b", 7))
+    assert host.error(host.ask(count=2)) is ErrorKind.UNAVAILABLE
+    assert host.error(host.ask(count=2, devices=("a", "b"))) is ErrorKind.UNAVAILABLE
+    assert host.grant().devices in (("a",), ("b",))
+
+
+def test_devices_that_get_other_nodes_are_twins_no_more() -> None:
+    host = twins()
+    host.use(PART)
+    host.observe(card("0000:01:00.0", 8))
+    host.scan()
+    assert host.governor.blocked_by("0000:01:00.0") == ()
+    assert allocatable(host) == {GPU: 2, PART: 0}
+    host.observe(card("0000:01:00.0", 7))
+    host.scan()
+    assert allocatable(host) == {GPU: 1, PART: 0}
+
+
+def test_what_is_away_is_nobodys_twin() -> None:
+    """The number of its node may have been given anew."""
+    host = twins()
+    host.use(PART)
+    host.observe(gone=("npu0",), source="vendor")
+    host.scan()
+    assert host.state("npu0") == "lost"
+    assert host.governor.blocked_by("0000:01:00.0") == ()
+    assert allocatable(host)[GPU] == 2
