@@ -167,12 +167,8 @@ class Roster(Transaction):
             return "no clean scan since it was opened, or a scan failed; scanning"
         blockers = self.blocked_by(device.id)
         if blockers:
-            twin = blockers[0] in self.twins(device.record)
-            return (
-                f"{blockers[0]}, which has the same node, is busy"
-                if twin
-                else f"its relative {blockers[0]} is busy"
-            )
+            what = "its twin" if blockers[0] in self.twins(device.record) else "its relative"
+            return f"{what} {blockers[0]} is busy"
         return ""
 
     def passing(self, device: Device) -> bool:
