@@ -69,9 +69,7 @@ class Cordons:
         world = self.world
         method = "Uncordon" if event.reason is None else "Cordon"
         key = RequestKey(event.actor.uid, "", method, event.request_id)
-        earlier = requests.replay(world, key, event.fingerprint)
-        if earlier is not None:
-            world.effect(Reply(event.token, earlier.body))
+        if requests.repeated(world, key, event.fingerprint, event.token):
             return
         waiting = self._waiting.get(key)
         if waiting is not None:

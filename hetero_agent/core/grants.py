@@ -458,9 +458,7 @@ class Grants:
         world = self.world
         lease = self._owned(event.lease, event.actor)
         key = RequestKey(event.actor.uid, "", "Confirm", event.request_id)
-        earlier = requests.replay(world, key, event.fingerprint)
-        if earlier is not None:
-            world.effect(Reply(event.token, earlier.body))
+        if requests.repeated(world, key, event.fingerprint, event.token):
             return
         if lease is None or not lease.alive:
             result = f" ({lease.result})" if lease is not None else ""
@@ -522,9 +520,7 @@ class Grants:
         world = self.world
         key = RequestKey(event.actor.uid, "", "Release", event.request_id)
         # an answer that was given once needs no right anew: an administrator's was for one call
-        earlier = requests.replay(world, key, event.fingerprint)
-        if earlier is not None:
-            world.effect(Reply(event.token, earlier.body))
+        if requests.repeated(world, key, event.fingerprint, event.token):
             return
         lease = self._owned(event.lease, event.actor, event.actor.authority)
         changed = lease is not None and lease.alive

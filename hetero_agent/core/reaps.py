@@ -41,9 +41,7 @@ class Reaps:
         """End the named holders of a device that is owed or occupied.  Raises Refusal."""
         world = self.world
         key = RequestKey(event.actor.uid, "", "Reap", event.request_id)
-        earlier = requests.replay(world, key, event.fingerprint)
-        if earlier is not None:
-            world.effect(Reply(event.token, earlier.body))
+        if requests.repeated(world, key, event.fingerprint, event.token):
             return
         waiting = self._waiting.get(key)
         if waiting is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetero_agent.core.effects import ErrorKind, Refusal
+from hetero_agent.core.effects import ErrorKind, Refusal, Reply
+from hetero_agent.core.events import Token
 from hetero_agent.core.model import Instant, RequestKey, RequestRecord
 from hetero_agent.core.world import World
 
@@ -38,6 +39,15 @@ def replay(world: World, key: RequestKey, fingerprint: str) -> RequestRecord | N
             )
     same(key, record.fingerprint, fingerprint)
     return record
+
+
+def repeated(world: World, key: RequestKey, fingerprint: str, token: Token) -> bool:
+    """Whether a call with this id was answered before: then this one gets the same answer.  Raises Refusal
+    as `replay` does."""
+    record = replay(world, key, fingerprint)
+    if record is not None:
+        world.effect(Reply(token, record.body))
+    return record is not None
 
 
 def same(key: RequestKey, before: str, now: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from hetero_agent.core.effects import (
@@ -29,6 +28,7 @@ from hetero_agent.core.model import (
     State,
 )
 from hetero_agent.core.rights import belongs, bound_to, is_system, may_reap, may_signal, names_processes
+from hetero_agent.core.roster import siblings
 from hetero_agent.core.world import World, in_hands
 from hetero_agent.text import printable
 
@@ -132,22 +132,17 @@ class Returns:
         before = [node for node in former if node.key not in here]
         if not before:
             return own
-        taken = {node.key for other in self._others(device) for node in other.record.own_nodes}
-        return (*own, *(node for node in before if node.key not in taken))
+        return (*own, *(node for node in before if not self.world.owners(node, device.id)))
 
     def overtaken(self, device: Device) -> bool:
         """Whether a node that a device had is another's now, and not one that it shared with that."""
         here = {node.key for node in device.record.own_nodes}
-        before = {node.key for node in device.former} - here
         return any(
-            node.key in before
-            for other in self._others(device)
-            if not other.record.parent or other.record.parent != device.record.parent
-            for node in other.record.own_nodes
+            not siblings(other.record, device.record)
+            for node in device.former
+            if node.key not in here
+            for other in self.world.owners(node, device.id)
         )
-
-    def _others(self, device: Device) -> Iterator[Device]:
-        return (other for other in self.world.devices.values() if other.id != device.id)
 
     def role_of(self, device: Device, holder: Holder) -> str:
         """What a holder of a device counts as: ``lease`` (the lease's that has it), ``leftover``

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import TypeVar
 
 from hetero_agent.core.effects import DeviceChanged
-from hetero_agent.core.model import Debt, Device, DeviceRecord, Health, State
+from hetero_agent.core.model import Debt, Device, DeviceRecord, Health, Node, State
 from hetero_agent.core.selection import Key, Pool, key_of
 from hetero_agent.core.transaction import Transaction
 
 #: States that keep a device's relatives from being granted.
 _BUSY = frozenset({State.ALLOCATING, State.IN_USE, State.RECLAIMING, State.OCCUPIED, State.LOST})
+
+K = TypeVar("K", str, tuple[str, int, int])
 
 
 class Roster(Transaction):
@@ -107,21 +110,13 @@ class Roster(Transaction):
             self._owners[node.key].add(record.id)
 
     def _unlink(self, record: DeviceRecord) -> None:
+        _take_out(self._members, record.resource, record.id)
+        _take_out(self._serials, record.serial, record.id)
+        _take_out(self._children, record.parent, record.id)
+        for alias in record.aliases:
+            _take_out(self._names, alias, record.id)
         for node in record.own_nodes:
-            if node.key in self._owners:
-                self._owners[node.key].discard(record.id)
-                if not self._owners[node.key]:
-                    del self._owners[node.key]
-        for table, key in (
-            (self._members, record.resource),
-            (self._serials, record.serial),
-            (self._children, record.parent),
-            *((self._names, alias) for alias in record.aliases),
-        ):
-            if key in table:
-                table[key].discard(record.id)
-                if not table[key]:
-                    del table[key]
+            _take_out(self._owners, node.key, record.id)
 
     def _index(self, device_id: str) -> None:
         """Bring the grantable set and the pool into line with the device as it is now."""
@@ -225,17 +220,17 @@ class Roster(Transaction):
     def twins(self, record: DeviceRecord) -> set[str]:
         """The ids of devices that have an own node of this one's without being parts or slots of one
         card: two sources report one thing, or one has not heard yet that a node is another's now."""
-        found: set[str] = set()
-        for node in record.own_nodes:
-            found.update(self._owners.get(node.key, ()))
-        found.discard(record.id)
-        return {one for one in found if not self._share(self.devices[one], record)}
+        # the number of a node of what is away may have been given anew
+        return {
+            other.id
+            for node in record.own_nodes
+            for other in self.owners(node, record.id)
+            if other.present and not siblings(other.record, record)
+        }
 
-    @staticmethod
-    def _share(device: Device, record: DeviceRecord) -> bool:
-        """Whether a device may have a node of another's: as one of the same card's, or once it is away,
-        since its number may have been given anew."""
-        return not device.present or bool(record.parent and device.record.parent == record.parent)
+    def owners(self, node: Node, but: str) -> list[Device]:
+        """The devices whose own node this is, present or not, without the one with the id BUT."""
+        return [self.devices[one] for one in self._owners.get(node.key, ()) if one != but]
 
     def rivals(self, device_id: str, record: DeviceRecord | None = None) -> Iterator[str]:
         """Yield the ids of the devices of which only one can be granted at a time: relatives and twins."""
@@ -293,6 +288,19 @@ class Roster(Transaction):
         """What counts and history go by: the serial once it is known and unique, else the id."""
         serial = self.serial(record)
         return f"serial:{serial}" if serial else record.id
+
+
+def siblings(one: DeviceRecord, other: DeviceRecord) -> bool:
+    """Whether both are parts or slots of the same card: these may have nodes in common."""
+    return bool(one.parent) and one.parent == other.parent
+
+
+def _take_out(table: dict[K, set[str]], key: K, device_id: str) -> None:
+    """Take a device out of an index; a key that has none left goes, too."""
+    if key in table:
+        table[key].discard(device_id)
+        if not table[key]:
+            del table[key]
 
 
 def _place(device: Device) -> tuple[str, bool, frozenset[tuple[str, int, int]]]:

@@ -497,6 +497,7 @@ def snapshot(governor: Governor) -> dict[str, Any]:
         "members": dict(world._members),
         "serials": dict(world._serials),
         "children": dict(world._children),
+        "owners": dict(world._owners),
         "placed": dict(world._placed),
         "busy": world._busy_ones,
         "alarms": world._due,
@@ -521,7 +522,7 @@ def snapshot(governor: Governor) -> dict[str, Any]:
     }
 
 
-_NESTED = frozenset({"by_lease", "names", "members", "serials", "children", "placed"})
+_NESTED = frozenset({"by_lease", "names", "members", "serials", "children", "owners", "placed"})
 
 
 def order(governor: Governor, resource: str) -> list[str]:
@@ -545,6 +546,10 @@ def recount(governor: Governor) -> dict[str, Any]:
         of_uid[lease.uid] += 1
         held[lease.uid, lease.client] += len(lease.devices) - len(lease.returned)
     remembered = Counter(key.uid for key in governor.world.requests)
+    owners: dict[tuple[str, int, int], set[str]] = {}
+    for device in governor.devices.values():
+        for node in device.record.own_nodes:
+            owners.setdefault(node.key, set()).add(device.id)
     grantable = {
         device.id: device.record.resource
         for device in governor.devices.values()
@@ -557,6 +562,7 @@ def recount(governor: Governor) -> dict[str, Any]:
     }
     return {
         "tally": tally,
+        "owners": owners,
         "confirming": held_back,
         "doubted": Counter(held_back.values()),
         "load": load,
